@@ -23,9 +23,8 @@ SPARSEMLA_HD inline float MergeWeight(float part_lse, float total_lse) {
   return part_lse == -INFINITY || total_lse == INFINITY ? 0.0f : expf(part_lse - total_lse);
 }
 
-// False for the marks of a state without keys: -inf (ours), +inf (FlashMLA's) and NaN.
-SPARSEMLA_HD inline bool IsLiveLse(float lse) {
-  return lse > -INFINITY && lse < INFINITY;
-}
+// The marks of a state without keys: -inf (ours) and +inf (FlashMLA's). NaN is not one: a bad value in
+// the cache must stay visible.
+SPARSEMLA_HD inline bool IsEmptyLse(float lse) { return lse == -INFINITY || lse == INFINITY; }
 
 }  // namespace sparsemla
