@@ -71,6 +71,9 @@ struct PlanCapacity {
   int32_t topk_tokens = 2048;  // upper bound of PlanParams::topk_tokens
   MlaDims dims = {};           // num_heads is the upper bound of PlanParams::dims.num_heads
   int32_t max_splits = 0;      // most pieces of a row; 0: the rule of DefaultMaxSplits
+  // balanced only, for tests and kernel engineers: cut every row into min(force_splits, keys) equal
+  // pieces whatever it costs; overrules max_splits. 0: the schedule decides.
+  int32_t force_splits = 0;
   // balanced only: a row's cut depends on that row's length alone, so its result does not depend on
   // the rest of the batch. Costs partial buffers of up to max_num_tokens * pieces rows.
   bool batch_invariant = false;
