@@ -1,6 +1,7 @@
 #include "trace/run_case.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <new>
