@@ -69,7 +69,7 @@ struct View {
   static constexpr View Contiguous(T* data, std::array<int64_t, Rank> shape) {
     View view{data, shape, {}};
     int64_t stride = 1;
-    for (int d = Rank - 1; d >= 0; --d) {
+    for (size_t d = Rank; d-- > 0;) {
       view.strides[d] = stride;
       stride *= shape[d];
     }
@@ -79,7 +79,7 @@ struct View {
   constexpr T& operator()(Index... index) const {
     static_assert(sizeof...(Index) == Rank);
     int64_t offset = 0;
-    int d = 0;
+    size_t d = 0;
     ((offset += static_cast<int64_t>(index) * strides[d++]), ...);
     return data[offset];
   }

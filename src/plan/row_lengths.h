@@ -9,6 +9,9 @@
 
 namespace sparsemla::plan {
 
+// The limits are in their bounds and their products representable.
+Status CheckCapacity(const PlanCapacity& capacity);
+
 // Checks one step against the capacity: query_start_loc starts with 0 and never decreases, seq_lens
 // are 0 or at least the query length, everything fits. Names the request and both values.
 Status CheckLengths(const PlanCapacity& capacity, const PlanParams& params);
