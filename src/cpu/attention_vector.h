@@ -83,13 +83,12 @@ SPARSEMLA_INLINE Floats WidenVector(Float8E4M3Fnuz, const std::byte* source) {
 
 // target[i] = source[i] * factor, for elements of type T at any address.
 template <typename T>
-__attribute__((noinline)) void WidenRow(const std::byte* source, int64_t count, float factor,
-                                        float* target) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
+void WidenRow(const std::byte* source, int64_t count, float factor, float* target) {
+  const int64_t whole = count - count % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
     Store(target + i, WidenVector(T{}, source + i * static_cast<int64_t>(sizeof(T))) * factor);
   }
-  for (; i < count; ++i) {
+  for (int64_t i = whole; i < count; ++i) {
     T element;
     __builtin_memcpy(&element, source + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
     target[i] = ToFloat(element) * factor;
@@ -135,15 +134,15 @@ SPARSEMLA_INLINE Floats NarrowVector(float, Floats x) {
   return x;
 }
 
-// target[i * stride] = source[i] * factor, rounded to nearest even.
+// target[i] = source[i] * factor, rounded to nearest even.
 template <typename T>
-void NarrowRow(const float* source, int64_t count, float factor, void* target, int64_t stride) {
+void NarrowRow(const float* source, int64_t count, float factor, void* target) {
   T* const out = static_cast<T*>(target);
   int64_t i = 0;
-  for (; stride == 1 && i + kLanes <= count; i += kLanes) {
+  for (; i + kLanes <= count; i += kLanes) {
     Store(out + i, NarrowVector(T{}, Load<Floats>(source + i) * factor));
   }
-  for (; i < count; ++i) out[i * stride] = FromFloat<T>(source[i] * factor);
+  for (; i < count; ++i) out[i] = FromFloat<T>(source[i] * factor);
 }
 
 // ---- the query ----------------------------------------------------------------------------------
@@ -464,7 +463,7 @@ void WriteHead(const AttentionCall& call, const AttentionItem& item,
   }
   if (item.partial_out != nullptr) {
     item.partial_lse[h] = lse;
-    return NarrowRow<float>(values, rank, factor, item.partial_out + h * rank, 1);
+    return NarrowRow<float>(values, rank, factor, item.partial_out + h * rank);
   }
   const int64_t head = item.head_begin + h;
   if (call.sinks != nullptr) {
@@ -476,16 +475,13 @@ void WriteHead(const AttentionCall& call, const AttentionItem& item,
     call.lse[item.row * call.lse_strides[0] + head * call.lse_strides[1]] = lse;
   }
   const int64_t offset = item.row * call.out_strides[0] + head * call.out_strides[1];
-  const int64_t stride = call.out_strides[2];
   switch (call.out_dtype) {
     case DType::kBFloat16:
-      return NarrowRow<BFloat16>(values, rank, factor, static_cast<BFloat16*>(call.out) + offset,
-                                 stride);
+      return NarrowRow<BFloat16>(values, rank, factor, static_cast<BFloat16*>(call.out) + offset);
     case DType::kFloat16:
-      return NarrowRow<Float16>(values, rank, factor, static_cast<Float16*>(call.out) + offset,
-                                stride);
+      return NarrowRow<Float16>(values, rank, factor, static_cast<Float16*>(call.out) + offset);
     default:
-      return NarrowRow<float>(values, rank, factor, static_cast<float*>(call.out) + offset, stride);
+      return NarrowRow<float>(values, rank, factor, static_cast<float*>(call.out) + offset);
   }
 }
 
@@ -496,6 +492,7 @@ void RunItem(const AttentionCall& call, const AttentionItem& item,
   const std::byte** next_rows = scratch.rows + AttentionScratch::kKeyBlock;
   int num_keys = cursor.Next(rows);
   const bool any = num_keys > 0;
+  if (!any && item.partial_out == nullptr && !call.write_empty_rows) return;
   if (any) LoadQueries(call, item, scratch);
   // About how many tiles a block has.
   const int64_t columns =

@@ -49,9 +49,10 @@ struct AttentionCall {
   const float* sinks = nullptr;        // [num_heads] or null
   void* out = nullptr;
   DType out_dtype = DType::kFloat32;
-  int64_t out_strides[3] = {};  // row, head, column; in elements
+  int64_t out_strides[2] = {};  // row, head; in elements, columns are adjacent
   float* lse = nullptr;         // or null
   int64_t lse_strides[2] = {};
+  bool write_empty_rows = true;
 };
 
 // One work item: some keys of one row, for some of its heads.

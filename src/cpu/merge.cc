@@ -41,21 +41,12 @@ float GroupLse(const Partials& partials, const Group& group, int64_t head) {
   return any ? max + std::log(sum) : -INFINITY;
 }
 
-// Adds weight * source to the sums of `count` columns.
-void AddColumns(const float* source, int64_t stride, int64_t count, float weight, float* sums) {
-  if (stride == 1) {
-    for (int64_t d = 0; d < count; ++d) sums[d] += weight * source[d];
-  } else {
-    for (int64_t d = 0; d < count; ++d) sums[d] += weight * source[d * stride];
-  }
-}
-
 void WriteColumns(const Tensor<3>& out, int64_t row, int64_t head, int64_t column, int64_t count,
                   float factor, const float* sums) {
-  const int64_t offset = row * out.strides[0] + head * out.strides[1] + column * out.strides[2];
+  const int64_t offset = row * out.strides[0] + head * out.strides[1] + column;
   VisitDType(out.dtype, [&]<typename T>() {
     T* const target = static_cast<T*>(out.data) + offset;
-    for (int64_t d = 0; d < count; ++d) target[d * out.strides[2]] = FromFloat<T>(sums[d] * factor);
+    for (int64_t d = 0; d < count; ++d) target[d] = FromFloat<T>(sums[d] * factor);
   });
 }
 
@@ -79,8 +70,9 @@ void MergeHead(const MergeParams& params, const Group& group, int64_t head, int6
       const int64_t partial = group.partials[p] + group.row;
       const float part_lse = partials.lse(partial, head);
       if (IsEmptyLse(part_lse)) continue;
-      AddColumns(&partials.out(partial, head, column), partials.out.strides[2], count,
-                 MergeWeight(part_lse, lse), sums);
+      const float weight = MergeWeight(part_lse, lse);
+      const float* const values = &partials.out(partial, head, column);
+      for (int64_t d = 0; d < count; ++d) sums[d] += weight * values[d];
     }
     WriteColumns(params.out, row, model_head, column, count, factor, sums);
   }
@@ -90,7 +82,7 @@ void MergeHead(const MergeParams& params, const Group& group, int64_t head, int6
 
 void Merge(const MergeParams& params, const Executor& executor) {
   const Partials& partials = params.partials;
-  const int64_t num_groups = static_cast<int64_t>(partials.reduce_final_map.size());
+  const int64_t num_groups = static_cast<int64_t>(partials.reduce_indptr.size()) - 1;
   const int64_t heads = partials.lse.shape[1];
   const int64_t tasks_per_group = (heads + kHeadsPerTask - 1) / kHeadsPerTask;
   ParallelFor(executor, static_cast<int32_t>(num_groups * tasks_per_group), [&](int32_t task) {
