@@ -1,4 +1,4 @@
-// What the C ABI does to its structs: versioned ones are copied in with their defaults and copied
+// What the C ABI does to its structs: versioned ones are copied in over their defaults and copied
 // out as far as they fit; tensors, enums and counted arrays become the C++ types. Used by capi.cc.
 #pragma once
 
@@ -12,6 +12,8 @@
 #include <type_traits>
 
 #include "core/require.h"
+#include "sparsemla/attention.h"
+#include "sparsemla/plan.h"
 #include "sparsemla/sparsemla.h"
 #include "sparsemla/status.h"
 #include "sparsemla/types.h"
@@ -134,5 +136,27 @@ sparsemla_tensor WriteTensor(const View<const T, Rank>& view) {
   std::copy_n(view.strides.begin(), Rank, tensor.strides);
   return tensor;
 }
+
+// Any struct with block_table, block_size, num_blocks and block_stride_rows.
+template <typename Params>
+Status ReadBlockTable(const Params& in, BlockTable& table) {
+  SPARSEMLA_RETURN_IF_ERROR(ReadTensor("block_table", in.block_table, table.blocks));
+  table.block_size = in.block_size;
+  table.num_blocks = in.num_blocks;
+  table.block_stride_rows = in.block_stride_rows;
+  return {};
+}
+
+MlaDims ToDims(const sparsemla_dims& dims);
+Status ReadCapacity(const sparsemla_plan_capacity* given, PlanCapacity& capacity);
+Status ReadPlanParams(const sparsemla_plan_params* given, PlanParams& params);
+// Null sinks are none.
+Status ReadSinks(const float* sinks, int64_t num_heads, std::span<const float>& out);
+Status ReadAttention(std::string_view name, const sparsemla_attention_params* given,
+                     const Plan& plan, AttentionParams& params);
+Status ReadPartials(const sparsemla_partials* given, Partials& partials);
+
+sparsemla_plan_info PlanInfo(const Plan& plan);
+sparsemla_schedule ScheduleInfo(const Plan& plan);
 
 }  // namespace sparsemla::capi
