@@ -64,13 +64,15 @@ struct Schedule {
 // Limits given once; they size every buffer of the plan and the workspace.
 struct PlanCapacity {
   ScheduleKind schedule = ScheduleKind::kBalanced;
-  int32_t num_compute_units =
-      0;                       // workers to plan for; DeviceInfo::num_compute_units of the back end
-  int32_t max_num_tokens = 0;  // query tokens of a step, padding rows included
-  int32_t max_num_reqs = 0;
+  // Workers to plan for, at most 65536; DeviceInfo::num_compute_units of the back end.
+  int32_t num_compute_units = 0;
+  int32_t max_num_tokens = 0;  // query tokens of a step, padding rows included; at most 2^20
+  int32_t max_num_reqs = 0;    // at most 2^20
   int32_t topk_tokens = 2048;  // upper bound of PlanParams::topk_tokens
   MlaDims dims = {};           // num_heads is the upper bound of PlanParams::dims.num_heads
-  int32_t max_splits = 0;      // most pieces of a row; 0: the rule of DefaultMaxSplits
+  int32_t max_splits = 0;      // most pieces of a row (aiter: max_split_per_batch, which limits the
+                               // workers to rows * max_splits); -1: no cap; 0: DefaultMaxSplits of
+                               // each step, or 4 in batch-invariant mode
   // balanced only: a row's cut depends on that row's length alone, so its result does not depend on
   // the rest of the batch. Costs partial buffers of up to max_num_tokens * pieces rows.
   bool batch_invariant = false;

@@ -1,0 +1,240 @@
+#include "cpu/cpu_backend.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <fstream>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "core/problem.h"
+#include "core/require.h"
+#include "core/validate.h"
+#include "core/workspace.h"
+#include "cpu/kernels.h"
+#include "cpu/stages.h"
+#include "cpu/thread_pool.h"
+#include "plan/schedule.h"
+
+namespace sparsemla {
+namespace {
+
+using cpu::AttentionCall;
+using cpu::AttentionItem;
+using cpu::AttentionKernel;
+using cpu::AttentionScratch;
+
+// Plans are cut for at least so many workers, whatever the machine: plans, and so the bits of the
+// results, are then the same on all but the largest ones.
+constexpr int32_t kMinComputeUnits = 32;
+
+int32_t HardwareThreads() {
+  return std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
+}
+
+std::string CpuName() {
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  for (std::string line; std::getline(cpuinfo, line);) {
+    const size_t colon = line.find(": ");
+    if (line.starts_with("model name") && colon != std::string::npos) return line.substr(colon + 2);
+  }
+  return "CPU";
+}
+
+// The workspace of a call: the partials, then the scratch of every thread.
+struct CallMemory {
+  PartialBuffers partials;
+  std::byte* scratch = nullptr;  // [num_threads, scratch_bytes]
+  int64_t scratch_bytes = 0;
+
+  static CallMemory Carve(Arena& arena, const PlanCapacity& capacity, int32_t num_threads) {
+    Arena one_thread;
+    AttentionScratch::Carve(one_thread, capacity.dims);
+    CallMemory memory;
+    memory.partials = PartialBuffers::Carve(arena, plan::MaxPartialHeads(capacity), 1,
+                                            capacity.dims.kv_lora_rank);
+    memory.scratch_bytes = static_cast<int64_t>(one_thread.used());
+    memory.scratch = arena.Take<std::byte>(num_threads * memory.scratch_bytes);
+    return memory;
+  }
+};
+
+cpu::QueryPart ResolveQueryPart(const ConstTensor<3>& tensor, int64_t column) {
+  const auto bytes = static_cast<int64_t>(DTypeBytes(tensor.dtype));
+  return {.data = static_cast<const std::byte*>(tensor.data) + column * bytes,
+          .row_stride_bytes = tensor.strides[0] * bytes,
+          .head_stride_bytes = tensor.strides[1] * bytes,
+          .dtype = tensor.dtype};
+}
+
+AttentionCall ResolveCall(const AttentionParams& params, const MlaDims& dims) {
+  const KvCache& cache = params.kv_cache;
+  const Query& query = params.query;
+  const bool whole = IsWhole(query);
+  AttentionCall call;
+  call.dims = dims;
+  call.latent = ResolveQueryPart(whole ? query.q : query.ql_nope, 0);
+  if (dims.qk_rope_head_dim > 0) {
+    call.rope = whole ? ResolveQueryPart(query.q, dims.kv_lora_rank)  //
+                      : ResolveQueryPart(query.q_pe, 0);
+  }
+  call.cache = static_cast<const std::byte*>(cache.data);
+  call.cache_format = cache.format;
+  call.num_slots = cache.num_slots;
+  call.cache_row_bytes = CacheRowBytes(cache.format, dims);
+  call.cache_row_stride_bytes =
+      cache.row_stride_bytes == 0 ? call.cache_row_bytes : cache.row_stride_bytes;
+  constexpr double kLog2E = 1.44269504088896340736;
+  double scale = double{params.softmax_scale} * kLog2E;
+  if (IsPerTensorFp8(cache.format)) {
+    scale *= double{params.q_scale} * params.kv_scale;
+    call.value_scale = params.kv_scale;
+    if (DTypeBytes(call.latent.dtype) > 1) call.quantise_scale = 1.0f / params.q_scale;
+  }
+  call.scale_log2 = static_cast<float>(scale);
+  call.sinks = params.sinks.empty() ? nullptr : params.sinks.data();
+  call.out = params.out.data;
+  call.out_dtype = params.out.dtype;
+  call.lse = params.lse.data;
+  for (size_t d = 0; d < 2; ++d) {
+    call.out_strides[d] = params.out.strides[d];
+    call.lse_strides[d] = params.lse.strides[d];
+  }
+  call.write_empty_rows = params.write_empty_rows;
+  return call;
+}
+
+AttentionItem ResolveItem(const WorkItem& work, const Schedule& schedule, const int32_t* kv_indices,
+                          const PartialBuffers& partials, int64_t kv_lora_rank) {
+  AttentionItem item;
+  item.row = work.row_begin / schedule.fold;
+  item.head_begin = work.row_begin % schedule.fold * schedule.heads_per_item;
+  item.num_heads = schedule.heads_per_item;
+  item.slots = kv_indices + work.kv_begin;
+  item.num_slots = work.kv_end - work.kv_begin;
+  if (work.partial_row >= 0) {
+    const int64_t first_head = int64_t{work.partial_row} * schedule.heads_per_item;
+    item.partial_out = partials.out + first_head * kv_lora_rank;
+    item.partial_lse = partials.lse + first_head;
+  }
+  return item;
+}
+
+class CpuBackend final : public Backend {
+ public:
+  CpuBackend(const AttentionKernel* kernel, Executor executor,
+             std::unique_ptr<cpu::ThreadPool> pool)
+      : kernel_(kernel), executor_(executor), pool_(std::move(pool)) {}
+
+  std::string_view name() const override { return "cpu"; }
+  DeviceInfo device() const override;
+  std::vector<KernelInfo> kernels() const override;
+  std::string UnsupportedReason(const Problem& problem) const override {
+    return sparsemla::UnsupportedReason(problem);
+  }
+  size_t AttentionWorkspaceBytes(const PlanCapacity& capacity) const override;
+
+  Status FitKpoolIndices(const FitKpoolIndicesParams& params, Stream) const override {
+    cpu::FitKpoolIndices(params, executor_);
+    return {};
+  }
+  Status ConvertIndices(const ConvertIndicesParams& params, Stream) const override {
+    cpu::ConvertIndices(params, executor_);
+    return {};
+  }
+  Status ConvertIndicesDense(const ConvertIndicesDenseParams& params, Stream) const override {
+    cpu::ConvertIndicesDense(params, executor_);
+    return {};
+  }
+  Status Attention(const AttentionParams& params, const Plan& plan, Workspace workspace,
+                   Stream stream) const override;
+  Status Merge(const MergeParams& params, Stream) const override {
+    cpu::Merge(params, executor_);
+    return {};
+  }
+
+ private:
+  const AttentionKernel* kernel_;
+  Executor executor_;
+  std::unique_ptr<cpu::ThreadPool> pool_;  // null where the caller brought an executor
+};
+
+DeviceInfo CpuBackend::device() const {
+  const char* const threads = executor_.num_threads == 1 ? " thread" : " threads";
+  return {.name = StrCat(CpuName(), ", ", executor_.num_threads, threads),
+          .features = cpu::ArchNames(cpu::DetectArch()),
+          .num_compute_units = std::max(kMinComputeUnits, HardwareThreads()),
+          .num_threads = executor_.num_threads};
+}
+
+std::vector<KernelInfo> CpuBackend::kernels() const {
+  const cpu::ArchFlags arch = cpu::DetectArch();
+  std::vector<KernelInfo> infos;
+  for (const AttentionKernel& kernel : cpu::AttentionKernels()) {
+    infos.push_back({.name = std::string(kernel.name),
+                     .unavailable_reason = cpu::UnavailableReason(kernel, arch),
+                     .selected = &kernel == kernel_});
+  }
+  return infos;
+}
+
+size_t CpuBackend::AttentionWorkspaceBytes(const PlanCapacity& capacity) const {
+  Arena measure;
+  CallMemory::Carve(measure, capacity, executor_.num_threads);
+  return measure.used();
+}
+
+// One task a thread: it owns a scratch and takes items until none is left. Which thread computes an
+// item does not matter to its result.
+Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Workspace workspace,
+                             Stream) const {
+  const Schedule& schedule = plan.schedule();
+  MlaDims item_dims = plan.dims();
+  item_dims.num_heads = schedule.heads_per_item;
+  Arena arena(workspace);
+  const CallMemory memory = CallMemory::Carve(arena, plan.capacity(), executor_.num_threads);
+  // Where Merge looks for this plan's partials (PlanPartials); at most what was carved.
+  Arena partials_arena(workspace);
+  const auto partials = PartialBuffers::Carve(partials_arena, schedule.num_partials,
+                                              schedule.heads_per_item, item_dims.kv_lora_rank);
+  const AttentionCall call = ResolveCall(params, item_dims);
+
+  const auto num_items = static_cast<int32_t>(schedule.work_items.size());
+  std::atomic<int32_t> next_item = 0;
+  cpu::ParallelFor(executor_, std::min(executor_.num_threads, num_items), [&](int32_t task) {
+    Arena scratch_arena(Workspace{memory.scratch + task * memory.scratch_bytes, 0});
+    const AttentionScratch scratch = AttentionScratch::Carve(scratch_arena, item_dims);
+    for (int32_t i = next_item.fetch_add(1); i < num_items; i = next_item.fetch_add(1)) {
+      const WorkItem& work = schedule.work_items[static_cast<size_t>(i)];
+      kernel_->run(
+          call,
+          ResolveItem(work, schedule, params.kv_indices.data(), partials, item_dims.kv_lora_rank),
+          scratch);
+    }
+  });
+  return {};
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Backend>> MakeCpuBackend(const BackendOptions& options) {
+  const auto kernel = cpu::SelectKernel(options.kernel, cpu::DetectArch());
+  if (!kernel.ok()) return kernel.status();
+  Executor executor = options.executor;
+  std::unique_ptr<cpu::ThreadPool> pool;
+  if (executor.parallel_for != nullptr) {
+    SPARSEMLA_REQUIRE(executor.num_threads >= 1, "executor.num_threads is ", executor.num_threads,
+                      "; it must be at least 1");
+  } else {
+    auto created =
+        cpu::ThreadPool::Create(options.num_threads > 0 ? options.num_threads : HardwareThreads());
+    if (!created.ok()) return created.status();
+    pool = std::move(created).value();
+    executor = pool->executor();
+  }
+  return std::unique_ptr<Backend>(new CpuBackend(kernel.value(), executor, std::move(pool)));
+}
+
+}  // namespace sparsemla
