@@ -280,8 +280,8 @@ Status ValidateWorkspace(Workspace workspace, size_t needed) {
   if (needed == 0) return {};
   SPARSEMLA_REQUIRE(reinterpret_cast<uintptr_t>(workspace.data) % Arena::kAlignment == 0,
                     "the workspace is not aligned to ", Arena::kAlignment, " bytes");
-  SPARSEMLA_CHECK(workspace.data != nullptr && workspace.bytes >= needed,
-                  StatusCode::kResourceExhausted, "the workspace has ", workspace.bytes,
+  const size_t bytes = workspace.data == nullptr ? 0 : workspace.bytes;
+  SPARSEMLA_CHECK(bytes >= needed, StatusCode::kResourceExhausted, "the workspace has ", bytes,
                   " bytes; the plan's capacity needs ", needed);
   return {};
 }
