@@ -23,9 +23,6 @@ std::vector<int32_t> RowLengths(const Plan& plan) {
 
 using Ints = std::vector<int32_t>;
 
-// ---- rows
-// ----------------------------------------------------------------------------------------
-
 // A61, A62: the rows of a request see growing lengths, for any number of rows per request.
 TEST(PlanRows, SeeTheKeysUpToThemselves) {
   for (int32_t next_n = 1; next_n <= 8; ++next_n) {
@@ -152,9 +149,6 @@ TEST(PlanBatchSplit, FollowsTheReorderThreshold) {
     EXPECT_EQ(plan.batch_split(), expected.split) << expected.query_lens.size() << " requests";
   }
 }
-
-// ---- reuse
-// ---------------------------------------------------------------------------------------
 
 class PlanReuse : public testing::Test {
  protected:
@@ -340,9 +334,6 @@ TEST(Plan, OfUpperBoundsCoversTheExactLengths) {
   }
   EXPECT_EQ(FirstInconsistency(bound), "");
 }
-
-// ---- errors
-// --------------------------------------------------------------------------------------
 
 class PlanErrors : public testing::Test {
  protected:

@@ -118,9 +118,6 @@ TEST(BalancedSchedule, NeverExceedsTheAverageByMoreThanOneRow) {
   }
 }
 
-// ---- the bound of 15 % on real traffic
-// ------------------------------------------------------------
-
 // Prompt lengths as in the Mooncake conversation trace: log-linear between its quantiles.
 int32_t ConversationLength(Random& random) {
   constexpr std::array<std::pair<double, double>, 9> kQuantiles = {{{0, 891},
@@ -185,9 +182,6 @@ TEST(BalancedSchedule, StaysWithin15PercentOfTheLowerBoundOnServingTraffic) {
   }
 }
 
-// ---- no cut that does not pay off
-// -----------------------------------------------------------------
-
 TEST(BalancedSchedule, DoesNotCutRowsThatDivideEvenly) {
   const Plan plan = PlanOf(Lengths::OfRows(std::vector<int32_t>(320, 2048)), MakeCapacity(32));
   EXPECT_EQ(plan.schedule().num_partials, 0);
@@ -223,9 +217,6 @@ TEST(BalancedSchedule, CapsTheLongRowAmongShortOnesWhereAiterDoesNot) {
   EXPECT_EQ(NumPieces(PlanOf(lengths, capacity), 7), 43);
 }
 
-// ---- batch-invariant mode
-// --------------------------------------------------------------------------
-
 std::vector<std::pair<int32_t, int32_t>> CutsOf(const Plan& plan, int32_t row) {
   std::vector<std::pair<int32_t, int32_t>> cuts;
   const int32_t begin = plan.kv_indptr()[static_cast<size_t>(row)];
@@ -254,7 +245,7 @@ TEST(BatchInvariantSchedule, CutsARowTheSameWayAloneAndAmongOthers) {
 }
 
 TEST(BatchInvariantSchedule, CutsRowsIntoPiecesOfAbout512KeysUpToTheCap) {
-  PlanCapacity capacity = MakeCapacity(8);
+  PlanCapacity capacity = MakeCapacity(2);
   capacity.batch_invariant = true;
   const Plan plan = PlanOf(Lengths::OfRows({0, 512, 513, 2048}), capacity);
   EXPECT_EQ(NumPieces(plan, 0), 1);
@@ -263,8 +254,16 @@ TEST(BatchInvariantSchedule, CutsRowsIntoPiecesOfAbout512KeysUpToTheCap) {
   EXPECT_EQ(NumPieces(plan, 3), 4);
 }
 
-// ---- empty rows
-// ------------------------------------------------------------------------------------
+TEST(ForcedSchedule, CutsEveryRowIntoTheNumberOfPiecesAskedFor) {
+  for (const int32_t splits : {1, 2, 5, 16, 64}) {
+    PlanCapacity capacity = MakeCapacity(7);
+    capacity.force_splits = splits;
+    const Plan plan = PlanOf(Lengths::OfRows({2048, 0, 3, 100}), capacity);
+    EXPECT_EQ(FirstInconsistency(plan), "") << splits << " splits";
+    EXPECT_EQ(NumPieces(plan, 0), splits);
+    EXPECT_EQ(NumPieces(plan, 2), std::min(splits, 3));
+  }
+}
 
 // A11: padding rows keep their item, so that they are written, and do not upset the balance of the
 // live ones.
@@ -296,9 +295,6 @@ TEST(Schedules, GiveEveryRowAnItemWhenAllAreEmpty) {
     EXPECT_EQ(FirstInconsistency(plan), "");
   }
 }
-
-// ---- heads
-// -----------------------------------------------------------------------------------------
 
 // A63: every head count, verify width and format gets a plan or a reason.
 TEST(Schedules, AnswerEveryHeadCountWithAPlanOrAReason) {
