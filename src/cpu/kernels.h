@@ -17,7 +17,7 @@ namespace sparsemla::cpu {
 // Instruction sets, as bits.
 using ArchFlags = uint32_t;
 inline constexpr ArchFlags kAnyCpu = 0;
-inline constexpr ArchFlags kAvx2 = 1u << 0;    // AVX2, FMA, F16C
+inline constexpr ArchFlags kAvx2 = 1u << 0;    // AVX2 and FMA
 inline constexpr ArchFlags kAvx512 = 1u << 1;  // AVX-512 F, BW, DQ, VL, and all of kAvx2
 
 // What this processor and its operating system offer.
