@@ -53,12 +53,11 @@ std::string ArchNames(ArchFlags arch) {
 
 AttentionScratch AttentionScratch::Carve(Arena& arena, const MlaDims& dims) {
   AttentionScratch scratch;
-  scratch.key_stride = PadToLine(dims.head_dim_qk());
-  if (scratch.key_stride / kLineFloats % 2 == 0) scratch.key_stride += kLineFloats;
+  const int64_t num_panels = (dims.head_dim_qk() + kPanelColumns - 1) / kPanelColumns;
   scratch.head_stride = PadToLine(dims.num_heads);
   scratch.value_stride = PadToLine(dims.kv_lora_rank);
   scratch.rows = arena.Take<const std::byte*>(2 * kKeyBlock);
-  scratch.keys = arena.Take<float>(kKeyBlock * scratch.key_stride);
+  scratch.keys = arena.Take<float>(num_panels * kPanelFloats);
   scratch.queries = arena.Take<float>(dims.head_dim_qk() * scratch.head_stride);
   scratch.scores = arena.Take<float>(kKeyBlock * scratch.head_stride);
   scratch.out = arena.Take<float>(dims.num_heads * scratch.value_stride);
