@@ -468,14 +468,15 @@ void AddValues(const AttentionScratch& scratch, int64_t num_heads, int64_t rank,
   }
 }
 
-// Normalises and writes one head. `any` is false where the item has no valid key.
+// Normalises and writes one head. `any` is false where the item has no valid key; a head whose
+// logits are all -inf counts as one without keys.
 void WriteHead(const AttentionCall& call, const AttentionItem& item,
                const AttentionScratch& scratch, int64_t h, bool any) {
   const int64_t rank = call.dims.kv_lora_rank;
   float* const values = scratch.out + h * scratch.value_stride;
   float lse = -INFINITY;
   float factor = 0.0f;
-  if (any) {
+  if (any && scratch.sum[h] != 0.0f) {
     constexpr double kLn2 = 0.69314718055994530942;
     lse = static_cast<float>(kLn2 * static_cast<double>(scratch.max_log2[h]) +
                              log(static_cast<double>(scratch.sum[h])));
