@@ -13,6 +13,7 @@
 #include "tools/commands.h"
 #include "tools/plan_svg.h"
 #include "trace/file.h"
+#include "trace/golden.h"
 
 namespace sparsemla::tools {
 namespace {
@@ -201,6 +202,30 @@ int ShowPlan(const PlanOptions& options) {
   return kExitOk;
 }
 
+int CheckGolden(const PlanOptions& options) {
+  int exit_code = kExitOk;
+  Json json = Json::array();
+  for (const std::string& path : options.golden) {
+    const Result<trace::GoldenReport> report = trace::CheckGoldenFile(path);
+    if (!report.ok()) {
+      exit_code = BadInput(report.status());
+      continue;
+    }
+    const std::vector<std::string>& mismatches = report.value().mismatches;
+    if (!mismatches.empty()) exit_code = std::max(exit_code, kExitMismatch);
+    json.push_back(
+        {{"file", path}, {"num_cases", report.value().num_cases}, {"mismatches", mismatches}});
+    if (options.json) continue;
+    fmt::print("{}: {} cases, {}\n", path, report.value().num_cases,
+               mismatches.empty() ? "all equal" : fmt::format("{} differences", mismatches.size()));
+    for (const std::string& mismatch : mismatches) fmt::print("  {}\n", mismatch);
+  }
+  if (options.json) {
+    fmt::print("{}\n", json.dump(2, ' ', false, Json::error_handler_t::replace));
+  }
+  return exit_code;
+}
+
 }  // namespace
 
 void RegisterPlan(CLI::App& app, int& exit_code) {
@@ -219,7 +244,11 @@ void RegisterPlan(CLI::App& app, int& exit_code) {
                     "Cut each row by its own length only (balanced)");
   command->add_flag("--json", options->json, "Print JSON");
   command->add_option("--svg", options->svg, "Also draw the timeline to this file");
-  command->callback([options, &exit_code] { exit_code = ShowPlan(*options); });
+  command->add_option("--golden", options->golden,
+                      "Compare the aiter schedule with every case of these files");
+  command->callback([options, &exit_code] {
+    exit_code = options->golden.empty() ? ShowPlan(*options) : CheckGolden(*options);
+  });
 }
 
 }  // namespace sparsemla::tools
