@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -156,17 +157,18 @@ int Run(const RunCommand& command) {
   const auto backend = CreateBackend(command.backend, command.backend_options);
   if (!backend.ok()) return BadInput(backend.status());
   int exit_code = kExitOk;
-  int wrong = 0;
+  std::array<int, 3> files_by_code = {};
   Json json = Json::array();
   for (const std::string& path : command.cases) {
     const int code = RunFile(command, path, *backend.value(), json);
-    wrong += code == kExitMismatch ? 1 : 0;
+    ++files_by_code[static_cast<size_t>(code)];
     exit_code = std::max(exit_code, code);
   }
   if (command.json) {
     fmt::print("{}\n", json.dump(2, ' ', false, Json::error_handler_t::replace));
   } else if (command.check && command.cases.size() > 1) {
-    fmt::print("{} files, {} with a mismatch\n", command.cases.size(), wrong);
+    fmt::print("{} files: {} right, {} wrong, {} not run\n", command.cases.size(),
+               files_by_code[kExitOk], files_by_code[kExitMismatch], files_by_code[kExitBadInput]);
   }
   return exit_code;
 }
