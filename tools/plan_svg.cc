@@ -19,12 +19,9 @@ constexpr int kLine = 16;  // height of a line of text
 constexpr size_t kMaxLegend = 24;
 constexpr size_t kMaxMerges = 40;
 
-// Neighbouring rows get distant hues: 137.5 degrees is the golden angle.
+// Neighbouring rows get distant hues: steps of about the golden angle, 137.5 degrees.
 std::string RowColour(int32_t row) {
-  return fmt::format(
-      "hsl({:.0f},62%,{}%)",
-      static_cast<double>(row % 720) * 137.508 - 360.0 * static_cast<double>(row * 137 / 360),
-      row % 2 == 0 ? 58 : 68);
+  return fmt::format("hsl({},62%,{}%)", int64_t{row} * 1375 / 10 % 360, row % 2 == 0 ? 58 : 68);
 }
 
 std::string Text(int x, int y, std::string_view text, std::string_view attributes = "") {
@@ -68,20 +65,20 @@ std::string DrawAxis(const Lanes& lanes, int bottom) {
   return svg;
 }
 
-std::string DrawLane(const Schedule& schedule, int32_t unit, const Lanes& lanes, int y,
-                     int height) {
+std::string DrawLane(const Plan& plan, int32_t unit, const Lanes& lanes, int y, int height) {
+  const auto place = [&](int64_t blocks) {
+    return kLeft + static_cast<double>(blocks * kChartWidth) / static_cast<double>(lanes.longest);
+  };
   std::string svg;
   int64_t blocks = 0;
-  for (const WorkItem& item : WorkOf(schedule, unit)) {
-    const double x = static_cast<double>(blocks * kChartWidth) / static_cast<double>(lanes.longest);
+  for (const WorkItem& item : WorkOf(plan.schedule(), unit)) {
+    const double begin = place(blocks);
     blocks += Blocks(item);
-    const double end =
-        static_cast<double>(blocks * kChartWidth) / static_cast<double>(lanes.longest);
     svg += fmt::format(
         "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\">"
-        "<title>worker {}, row {}, keys {} to {}{}</title></rect>\n",
-        kLeft + x, y, end - x, height, RowColour(item.batch_idx), unit, item.batch_idx,
-        item.kv_begin, item.kv_end,
+        "<title>worker {}: {}{}</title></rect>\n",
+        begin, y, place(blocks) - begin, height, RowColour(item.batch_idx), unit,
+        ItemText(plan, item),
         item.partial_row < 0 ? "" : fmt::format(", partial {}", item.partial_row));
   }
   return svg;
@@ -99,7 +96,7 @@ std::string DrawLegend(const Schedule& schedule) {
     const int y = kTop + static_cast<int>(i) * kLine;
     svg += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"12\" height=\"12\" fill=\"{}\"/>\n", x, y,
                        RowColour(rows[i]));
-    svg += Text(x + 18, y + 10, fmt::format("row {}", rows[i]));
+    svg += Text(x + 18, y + 10, "row " + RowText(schedule, rows[i]));
   }
   if (shown < rows.size()) {
     svg += Text(x, kTop + static_cast<int>(shown) * kLine + 10,
@@ -115,8 +112,8 @@ std::vector<std::string> MergeLines(const Schedule& schedule) {
     const int32_t begin = schedule.reduce_indptr[group];
     const int32_t end = schedule.reduce_indptr[group + 1];
     if (begin == end) continue;
-    std::string line =
-        fmt::format("row {} \xE2\x86\x90 partials", schedule.reduce_final_map[group].begin);
+    std::string line = fmt::format("row {} \xE2\x86\x90 partials",
+                                   RowText(schedule, schedule.reduce_final_map[group].begin));
     for (int32_t p = begin; p < std::min(end, begin + 16); ++p) {
       line += fmt::format("{} {}", p == begin ? "" : ",",
                           schedule.reduce_partial_map[static_cast<size_t>(p)]);
@@ -127,6 +124,20 @@ std::vector<std::string> MergeLines(const Schedule& schedule) {
 }
 
 }  // namespace
+
+std::string RowText(const Schedule& schedule, int32_t virtual_row) {
+  if (schedule.fold == 1) return std::to_string(virtual_row);
+  return fmt::format("{}#{}", virtual_row / schedule.fold, virtual_row % schedule.fold);
+}
+
+std::string ItemText(const Plan& plan, const WorkItem& item) {
+  const Schedule& schedule = plan.schedule();
+  const std::string row = RowText(schedule, item.batch_idx);
+  const int32_t begin = plan.kv_indptr()[static_cast<size_t>(item.batch_idx / schedule.fold)];
+  if (item.partial_row < 0) return fmt::format("row {} ({} keys)", row, item.kv_end - begin);
+  return fmt::format("row {} keys {}..{} of {}", row, item.kv_begin - begin, item.kv_end - begin,
+                     item.kv_end + item.kv_offset - begin);
+}
 
 std::string PlanSvg(const Plan& plan) {
   const Schedule& schedule = plan.schedule();
@@ -163,7 +174,7 @@ std::string PlanSvg(const Plan& plan) {
       svg += Text(kLeft - 8, y + std::min(lane_height, 12), std::to_string(unit),
                   "text-anchor=\"end\" class=\"dim\"");
     }
-    svg += DrawLane(schedule, unit, lanes, y, lane_height - 1);
+    svg += DrawLane(plan, unit, lanes, y, lane_height - 1);
   }
   svg += DrawLegend(schedule);
   if (!merges.empty()) svg += Text(kLeft, bottom + 28, "merges", "class=\"dim\"");

@@ -22,7 +22,6 @@ namespace {
 
 constexpr int32_t kMaxComputeUnits = 65536;
 constexpr int32_t kMaxRows = 1 << 20;       // tokens or requests of a step
-constexpr int32_t kMaxHeadDimQk = 1 << 16;  // latent + rope
 constexpr int32_t kInvariantMaxSplits = 4;  // where no cap is given
 
 // Calls `visit(fold, heads)` for every folding that a step within the capacity may have.
@@ -93,9 +92,9 @@ Status CheckCapacity(const PlanCapacity& capacity) {
   SPARSEMLA_RETURN_IF_ERROR(
       check("topk_tokens", capacity.topk_tokens, 1, std::numeric_limits<int32_t>::max()));
   SPARSEMLA_RETURN_IF_ERROR(check("num_heads", capacity.dims.num_heads, 1, kMaxNumHeads));
-  SPARSEMLA_RETURN_IF_ERROR(check("kv_lora_rank", capacity.dims.kv_lora_rank, 1, kMaxHeadDimQk));
+  SPARSEMLA_RETURN_IF_ERROR(check("kv_lora_rank", capacity.dims.kv_lora_rank, 1, kMaxHeadDim));
   SPARSEMLA_RETURN_IF_ERROR(
-      check("qk_rope_head_dim", capacity.dims.qk_rope_head_dim, 0, kMaxHeadDimQk));
+      check("qk_rope_head_dim", capacity.dims.qk_rope_head_dim, 0, kMaxHeadDim));
   SPARSEMLA_RETURN_IF_ERROR(check("max_splits", capacity.max_splits, -1, kMaxComputeUnits));
   SPARSEMLA_RETURN_IF_ERROR(check("force_splits", capacity.force_splits, 0, kMaxComputeUnits));
   SPARSEMLA_REQUIRE(capacity.force_splits == 0 || capacity.schedule == ScheduleKind::kBalanced,

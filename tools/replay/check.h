@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "core/numeric.h"
 #include "sparsemla/attention.h"
 #include "tools/replay/buffer.h"
 #include "tools/replay/engine.h"
@@ -35,8 +34,8 @@ class RowChecker {
   struct Worker {
     Plan plan;
     Buffer<std::byte> workspace;
-    std::vector<BFloat16> out;  // [num_heads, kv_lora_rank]
-    std::vector<float> lse;     // [num_heads]
+    std::vector<float> out;  // [num_heads, kv_lora_rank]
+    std::vector<float> lse;  // [num_heads]
     CheckOutcome outcome = {};
     Status status = {};
   };

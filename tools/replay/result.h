@@ -55,7 +55,6 @@ struct ReplayResult {
   std::vector<StepRecord> steps;
   int32_t num_requests = 0;
   int32_t num_finished = 0;
-  bool all_finished = false;                         // no step limit was hit
   std::array<int64_t, kContextBins> decode_contexts = {};  // rows by context length
   std::array<int64_t, kContextBins> prefill_contexts = {};
   std::map<int32_t, int64_t> rows_by_pieces;  // work items per row
