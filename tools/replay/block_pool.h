@@ -2,6 +2,7 @@
 // a prefix that a later request may share. Used by the engine; the cache itself lives elsewhere.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <unordered_map>
 #include <vector>

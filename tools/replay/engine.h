@@ -80,8 +80,8 @@ class Engine {
     double arrival_ms = 0;
     int32_t input_length = 0;
     int32_t output_length = 0;
-    std::vector<int64_t> prefix_ids;  // [ceil(input_length / 512)] one id a distinct prefix
-    std::vector<int32_t> blocks;
+    std::vector<int64_t> prefix_ids = {};  // [ceil(input_length / 512)] one id a distinct prefix
+    std::vector<int32_t> blocks = {};
     int32_t num_computed = 0;   // tokens with a valid cache row
     int32_t num_known = 0;      // prompt and sampled tokens
     int32_t num_published = 0;  // blocks
