@@ -73,6 +73,9 @@ struct PlanCapacity {
   int32_t max_splits = 0;      // most pieces of a row (aiter: max_split_per_batch, which limits the
                                // workers to rows * max_splits); -1: no cap; 0: DefaultMaxSplits of
                                // each step, or 4 in batch-invariant mode
+  // balanced only, for tests and kernel engineers: cut every row into min(force_splits, keys) equal
+  // pieces whatever it costs; overrules max_splits and batch_invariant. 0: the schedule decides.
+  int32_t force_splits = 0;
   // balanced only: a row's cut depends on that row's length alone, so its result does not depend on
   // the rest of the batch. Costs partial buffers of up to max_num_tokens * pieces rows.
   bool batch_invariant = false;

@@ -43,6 +43,7 @@ struct MlaDims {
 };
 
 inline constexpr int32_t kMaxNumHeads = 128;
+inline constexpr int32_t kMaxHeadDim = 1 << 16;  // of the latent and of the rotary part
 
 // Bytes of one element.
 size_t DTypeBytes(DType dtype);

@@ -10,8 +10,9 @@
 
 namespace sparsemla {
 
-// log(exp(a) + exp(b)).
+// log(exp(a) + exp(b)); NaN if either is.
 SPARSEMLA_HD inline float LogAddExp(float a, float b) {
+  if (a != a || b != b) return a + b;
   const float hi = a > b ? a : b;
   const float lo = a > b ? b : a;
   if (hi == -INFINITY || hi == INFINITY) return hi;  // both empty, or an infinite sink
@@ -23,8 +24,10 @@ SPARSEMLA_HD inline float MergeWeight(float part_lse, float total_lse) {
   return part_lse == -INFINITY || total_lse == INFINITY ? 0.0f : expf(part_lse - total_lse);
 }
 
-// The marks of a state without keys: -inf (ours) and +inf (FlashMLA's). NaN is not one: a bad value in
-// the cache must stay visible.
-SPARSEMLA_HD inline bool IsEmptyLse(float lse) { return lse == -INFINITY || lse == INFINITY; }
+// The marks of a state without keys: -inf (ours) and +inf (FlashMLA's). NaN is not one: a bad value
+// in the cache must stay visible.
+SPARSEMLA_HD inline bool IsEmptyLse(float lse) {
+  return lse == -INFINITY || lse == INFINITY;
+}
 
 }  // namespace sparsemla

@@ -22,7 +22,6 @@ namespace {
 
 constexpr int32_t kMaxComputeUnits = 65536;
 constexpr int32_t kMaxRows = 1 << 20;       // tokens or requests of a step
-constexpr int32_t kMaxHeadDimQk = 1 << 16;  // latent + rope
 constexpr int32_t kInvariantMaxSplits = 4;  // where no cap is given
 
 // Calls `visit(fold, heads)` for every folding that a step within the capacity may have.
@@ -39,6 +38,11 @@ void ForEachFold(const PlanCapacity& capacity, Visit&& visit) {
   }
 }
 
+// Pieces of a row at most, in a plan with force_splits.
+int64_t ForcedPieceBound(const PlanCapacity& capacity) {
+  return std::min(capacity.force_splits, capacity.topk_tokens);
+}
+
 int64_t InvariantPieceBound(const PlanCapacity& capacity) {
   return InvariantPieces(capacity.topk_tokens, MaxSplitsOf(capacity));
 }
@@ -46,6 +50,10 @@ int64_t InvariantPieceBound(const PlanCapacity& capacity) {
 // Every worker leaves at most one row unfinished, so w workers make at most w - 1 cuts, and a cut
 // row has one piece more than cuts.
 int64_t PartialRowBound(const PlanCapacity& capacity, int32_t fold) {
+  if (capacity.force_splits > 0) {
+    const int64_t pieces = ForcedPieceBound(capacity);
+    return pieces == 1 ? 0 : capacity.max_num_tokens * pieces;
+  }
   if (capacity.batch_invariant) {
     const int64_t pieces = InvariantPieceBound(capacity);
     return pieces == 1 ? 0 : capacity.max_num_tokens * pieces;
@@ -84,10 +92,13 @@ Status CheckCapacity(const PlanCapacity& capacity) {
   SPARSEMLA_RETURN_IF_ERROR(
       check("topk_tokens", capacity.topk_tokens, 1, std::numeric_limits<int32_t>::max()));
   SPARSEMLA_RETURN_IF_ERROR(check("num_heads", capacity.dims.num_heads, 1, kMaxNumHeads));
-  SPARSEMLA_RETURN_IF_ERROR(check("kv_lora_rank", capacity.dims.kv_lora_rank, 1, kMaxHeadDimQk));
+  SPARSEMLA_RETURN_IF_ERROR(check("kv_lora_rank", capacity.dims.kv_lora_rank, 1, kMaxHeadDim));
   SPARSEMLA_RETURN_IF_ERROR(
-      check("qk_rope_head_dim", capacity.dims.qk_rope_head_dim, 0, kMaxHeadDimQk));
+      check("qk_rope_head_dim", capacity.dims.qk_rope_head_dim, 0, kMaxHeadDim));
   SPARSEMLA_RETURN_IF_ERROR(check("max_splits", capacity.max_splits, -1, kMaxComputeUnits));
+  SPARSEMLA_RETURN_IF_ERROR(check("force_splits", capacity.force_splits, 0, kMaxComputeUnits));
+  SPARSEMLA_REQUIRE(capacity.force_splits == 0 || capacity.schedule == ScheduleKind::kBalanced,
+                    "force_splits is a mode of the balanced schedule, not of aiter");
   const int64_t num_kv_indices = int64_t{capacity.max_num_tokens} * capacity.topk_tokens;
   SPARSEMLA_REQUIRE(num_kv_indices <= std::numeric_limits<int32_t>::max(),
                     "max_num_tokens = ", capacity.max_num_tokens,
@@ -112,6 +123,7 @@ int64_t MaxVirtualRows(const PlanCapacity& capacity) {
 }
 
 int64_t MaxWorkItems(const PlanCapacity& capacity) {
+  if (capacity.force_splits > 0) return capacity.max_num_tokens * ForcedPieceBound(capacity);
   if (capacity.batch_invariant) return capacity.max_num_tokens * InvariantPieceBound(capacity);
   return MaxVirtualRows(capacity) + capacity.num_compute_units - 1;
 }

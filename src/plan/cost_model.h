@@ -9,14 +9,14 @@
 
 namespace sparsemla::plan {
 
-// Reading the query, writing a partial and reading it again in the merge: about the memory traffic
-// of 4 blocks of 16 keys with 16 heads (a float partial of 16 x 512 is 32 KiB, written and read; a
-// block of bf16 keys is 18 KiB).
-inline constexpr int32_t kItemOverhead = 4;
+// What an item costs besides its keys: reading the query, writing a result and, for a piece,
+// reading it again in the merge.
+inline constexpr int32_t kItemOverhead = 2;
 // An empty row is only written: zeros and an lse.
 inline constexpr int32_t kEmptyRowCost = 1;
-// No piece of a cut row is shorter (128 keys): below, the overhead outweighs the gain.
-inline constexpr int32_t kMinPieceBlocks = 8;
+// No piece of a cut row is shorter (64 keys, the tile of most GPU kernels): below, the overhead
+// outweighs the gain.
+inline constexpr int32_t kMinPieceBlocks = 4;
 // Batch-invariant mode: a row is cut into pieces of about so many keys.
 inline constexpr int32_t kInvariantPieceKeys = 512;
 
@@ -42,9 +42,9 @@ constexpr int32_t InvariantPieces(int32_t num_keys, int32_t max_splits) {
   return max_splits < 0 ? pieces : std::min(pieces, max_splits);
 }
 
-// First block of piece `piece` of `num_pieces` nearly equal ones.
+// First block of piece `piece` of `num_pieces` nearly equal ones, the longer ones first.
 constexpr int32_t PieceBegin(int32_t num_blocks, int32_t num_pieces, int32_t piece) {
-  return static_cast<int32_t>(int64_t{num_blocks} * piece / num_pieces);
+  return piece * (num_blocks / num_pieces) + std::min(piece, num_blocks % num_pieces);
 }
 
 }  // namespace sparsemla::plan

@@ -13,7 +13,7 @@ namespace sparsemla {
 namespace {
 
 constexpr int32_t kEmptyRequest = -1;  // in a key, in place of the context length
-constexpr size_t kKeyHeader = 14;
+constexpr size_t kKeyHeader = 15;
 
 // Everything of a step but its lengths that the plan depends on, resolved.
 struct Step {
@@ -152,6 +152,7 @@ void Plan::Impl::MakeKey(const PlanParams& params, const Step& next) {
                                       static_cast<int32_t>(capacity.aiter_target),
                                       capacity.num_compute_units,
                                       capacity.batch_invariant ? 1 : 0,
+                                      capacity.force_splits,
                                       next.dims.num_heads,
                                       next.dims.kv_lora_rank,
                                       next.dims.qk_rope_head_dim,
@@ -175,11 +176,13 @@ void Plan::Impl::MakeKey(const PlanParams& params, const Step& next) {
 void Plan::Impl::Fill(const PlanParams& params, const Step& next) {
   plan::FillRows(params, next.num_tokens, req_id_per_token, kv_indptr);
   const plan::ScheduleParams schedule_params{
-      kv_indptr,       next.num_tokens, capacity.num_compute_units,
-      next.max_splits, next.fold,       capacity.batch_invariant};
+      kv_indptr, next.num_tokens,          capacity.num_compute_units, next.max_splits,
+      next.fold, capacity.batch_invariant, capacity.force_splits};
   plan::ScheduleBuffers buffers{work_indptr, work_items, reduce_indptr, cost_sums};
   if (capacity.schedule == ScheduleKind::kAiter) {
     plan::ScheduleAiter(schedule_params, buffers);
+  } else if (capacity.force_splits > 0) {
+    plan::ScheduleForced(schedule_params, buffers);
   } else {
     plan::ScheduleBalanced(schedule_params, buffers);
   }

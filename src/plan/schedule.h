@@ -32,6 +32,7 @@ struct ScheduleParams {
   int32_t max_splits = 0;  // < 0: uncapped; aiter: the planner's max_split_per_batch
   int32_t fold = 1;        // aiter: virtual rows per row
   bool batch_invariant = false;
+  int32_t force_splits = 0;  // ScheduleForced only
 };
 
 // Virtual rows per row for AITER's kernels; 0 if they do not support the head count.
@@ -43,6 +44,10 @@ void ScheduleAiter(const ScheduleParams& params, ScheduleBuffers& buffers);
 
 // Ours: docs/schedules.md.
 void ScheduleBalanced(const ScheduleParams& params, ScheduleBuffers& buffers);
+
+// Every row in min(force_splits, keys) pieces of nearly equal length, dealt to the workers in equal
+// numbers; costs do not count.
+void ScheduleForced(const ScheduleParams& params, ScheduleBuffers& buffers);
 
 // Whether every limit is in its bounds; nothing is allocated before.
 Status CheckCapacity(const PlanCapacity& capacity);

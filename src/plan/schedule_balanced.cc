@@ -63,11 +63,12 @@ int32_t BlocksToCut(int32_t left, int32_t room, int32_t payload, int32_t pieces_
   return take < kMinPieceBlocks ? 0 : take;
 }
 
-// Fills the workers up to `payload` and tells `sink` what each one gets; false if rows remain.
+// Fills the workers up to `payload` and tells `sink` what each one gets. Returns the cost of what
+// remains, 0 if everything fits.
 // Starting a row on a fresh worker always works, since the payload is at least the longest
 // unsplittable piece.
 template <typename Sink>
-bool FillWorkers(const Rows& rows, int32_t payload, Sink&& sink) {
+int32_t FillWorkers(const Rows& rows, int32_t payload, Sink&& sink) {
   int32_t row = 0;
   int32_t done = 0;    // blocks of `row` that are planned
   int32_t pieces = 0;  // in so many pieces
@@ -103,12 +104,12 @@ bool FillWorkers(const Rows& rows, int32_t payload, Sink&& sink) {
     }
     sink.EndWorker(worker);
   }
-  return row == rows.num_rows;
+  return rows.cost_sums[rows.num_rows] - rows.cost_sums[row] - done;
 }
 
 // The same for rows whose pieces are fixed beforehand (batch-invariant mode).
 template <typename Sink>
-bool FillWorkersInvariant(const Rows& rows, int32_t payload, Sink&& sink) {
+int32_t FillWorkersInvariant(const Rows& rows, int32_t payload, Sink&& sink) {
   int32_t row = 0;
   int32_t piece = 0;
   int32_t guess = 1;
@@ -136,7 +137,8 @@ bool FillWorkersInvariant(const Rows& rows, int32_t payload, Sink&& sink) {
     }
     sink.EndWorker(worker);
   }
-  return row == rows.num_rows;
+  // What is planned of `row` is not subtracted: the result serves as a hint only.
+  return rows.cost_sums[rows.num_rows] - rows.cost_sums[row];
 }
 
 struct NoSink {
@@ -234,26 +236,30 @@ Bounds SumCosts(const ScheduleParams& params, std::span<int32_t> cost_sums) {
   return {std::max(average, longest), average + highest + kItemOverhead};
 }
 
-// The smallest payload that works, to 1/64: first the lower bound, then growing steps above it,
-// then bisection. The highest payload is never tried: every worker but the last then has more than
-// the average, whatever it cannot use at its end.
-template <typename Fits>
-int32_t SmallestPayload(const Bounds& bounds, Fits&& fits) {
+// The smallest payload that works, to 1/64. `remaining(payload)` is the cost that does not fit: the
+// next payload must take at least a worker's share of it more, which usually does after one or two
+// tries from the lower bound; what is skipped beyond that is bisected. The highest payload is never
+// tried: every worker but the last then has more than the average, whatever it cannot use at its
+// end.
+template <typename Remaining>
+int32_t SmallestPayload(const Bounds& bounds, int32_t num_workers, Remaining&& remaining) {
   const int32_t resolution = std::max(1, bounds.lowest / 64);
-  if (bounds.lowest >= bounds.highest || fits(bounds.lowest)) return bounds.lowest;
-  int32_t fails = bounds.lowest;
+  int32_t fails = bounds.lowest - 1;
   int32_t works = bounds.highest;
-  for (int32_t step = resolution; fails + step < works; step *= 2) {
-    const int32_t probe = fails + step;
-    if (fits(probe)) {
+  int32_t least_step = resolution;
+  for (int32_t probe = bounds.lowest; probe < works; least_step *= 2) {
+    const int32_t rest = remaining(probe);
+    if (rest == 0) {
       works = probe;
       break;
     }
-    fails = probe;
+    const int32_t share = CeilDiv(rest, num_workers);
+    fails = probe + share - 1;
+    probe += std::max(share, least_step);
   }
   while (works - fails > resolution) {
     const int32_t middle = fails + (works - fails) / 2;
-    (fits(middle) ? works : fails) = middle;
+    (remaining(middle) == 0 ? works : fails) = middle;
   }
   return works;
 }
@@ -265,16 +271,17 @@ void ScheduleBalanced(const ScheduleParams& params, ScheduleBuffers& buffers) {
   const Rows rows{params.kv_indptr.data(), buffers.cost_sums.data(), params.num_rows,
                   params.num_compute_units, params.max_splits};
   Writer writer(rows, params.batch_invariant, buffers);
+  const auto smallest = [&](auto&& remaining) {
+    return SmallestPayload(bounds, params.num_compute_units, remaining);
+  };
   if (params.batch_invariant) {
-    FillWorkersInvariant(
-        rows,
-        SmallestPayload(
-            bounds, [&](int32_t payload) { return FillWorkersInvariant(rows, payload, NoSink()); }),
-        writer);
+    FillWorkersInvariant(rows, smallest([&](int32_t payload) {
+                           return FillWorkersInvariant(rows, payload, NoSink());
+                         }),
+                         writer);
   } else {
     FillWorkers(rows,
-                SmallestPayload(
-                    bounds, [&](int32_t payload) { return FillWorkers(rows, payload, NoSink()); }),
+                smallest([&](int32_t payload) { return FillWorkers(rows, payload, NoSink()); }),
                 writer);
   }
   writer.Finish();
