@@ -21,7 +21,6 @@ int Main(int argc, char** argv) {
   int exit_code = kExitOk;
   RegisterInfo(app, exit_code);
   RegisterPlan(app, exit_code);
-  RegisterReplay(app, exit_code);
   RegisterRun(app, exit_code);
   try {
     app.parse(argc, argv);
