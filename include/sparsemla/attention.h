@@ -159,4 +159,4 @@ Status SparseMla(const Backend& backend, const SparseMlaParams& params, const Pl
 Result<size_t> WorkspaceBytes(const Backend& backend, const PlanCapacity& capacity,
                               int32_t topk_width = 0);
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla
