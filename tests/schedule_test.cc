@@ -254,17 +254,6 @@ TEST(BatchInvariantSchedule, CutsRowsIntoPiecesOfAbout512KeysUpToTheCap) {
   EXPECT_EQ(NumPieces(plan, 3), 4);
 }
 
-TEST(ForcedSchedule, CutsEveryRowIntoTheNumberOfPiecesAskedFor) {
-  for (const int32_t splits : {1, 2, 5, 16, 64}) {
-    PlanCapacity capacity = MakeCapacity(7);
-    capacity.force_splits = splits;
-    const Plan plan = PlanOf(Lengths::OfRows({2048, 0, 3, 100}), capacity);
-    EXPECT_EQ(FirstInconsistency(plan), "") << splits << " splits";
-    EXPECT_EQ(NumPieces(plan, 0), splits);
-    EXPECT_EQ(NumPieces(plan, 2), std::min(splits, 3));
-  }
-}
-
 // A11: padding rows keep their item, so that they are written, and do not upset the balance of the
 // live ones.
 TEST(BalancedSchedule, BalancesLiveRowsAmongManyEmptyOnes) {
