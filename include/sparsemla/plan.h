@@ -185,8 +185,10 @@ struct PlanCosts {
   int64_t unsplit_total = 0;         // of all rows, had each been one item
   int64_t max = 0;                   // of the busiest worker
   int64_t longest_unsplittable = 0;  // least cost of the largest piece that the limits allow
-  int64_t lower_bound = 0;           // max(ceil(unsplit_total / workers), longest_unsplittable)
-  double imbalance() const {         // 0: perfect
+  // No plan can do better: at least max(ceil(unsplit_total / workers), longest_unsplittable), and
+  // so large that all rows, cut as finely as it demands, fit into the workers.
+  int64_t lower_bound = 0;
+  double imbalance() const {  // 0: perfect
     return lower_bound == 0 ? 0.0 : static_cast<double>(max) / static_cast<double>(lower_bound) - 1;
   }
 };

@@ -31,7 +31,7 @@ int32_t EndOfFit(const Rows& rows, int32_t begin, int32_t room, int32_t* guess) 
   const int32_t limit = sums[begin] + room;
   int32_t fits = begin;                 // sums[fits] <= limit
   int32_t exceeds = rows.num_rows + 1;  // sums[exceeds] > limit, were there such a row
-  int32_t probe = std::min(begin + *guess, rows.num_rows);
+  int32_t probe = std::min(begin + std::max(*guess, 1), rows.num_rows);
   for (int32_t step = 1; fits < probe && probe < exceeds; step *= 2) {
     if (sums[probe] <= limit) {
       fits = probe;
