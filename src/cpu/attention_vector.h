@@ -1,5 +1,7 @@
 // Included inside a target region and an anonymous namespace, after attention_vector_deps.h and the
-// constants kLanes, kQkKeys, kQkVectors, kPvHeads and kPvVectors. No includes, no guard.
+// constants kLanes, kPvHeads, kPvVectors and, for logits, kQkKeys of kQkVectors vectors of heads or
+// kQkKeysOfOne of one (at most 16: g++ unrolls no more and would keep the sums in memory). No
+// includes, no guard.
 //
 // One work item on vectors of kLanes floats. Per block of keys: the valid cache rows are widened to
 // float once, for all heads; logits are a product with lanes = heads (the query lies transposed, a
@@ -360,8 +362,8 @@ void ComputeLogits(const AttentionCall& call, const AttentionScratch& scratch, i
   for (; head + (kQkVectors - 1) * kLanes < num_heads; head += kQkVectors * kLanes) {
     QkTiles<kQkKeys, kQkVectors>(call, scratch, head, 0, num_keys, prefetcher);
   }
-  for (; head < num_heads; head += kLanes) {  // one vector is left: a tile twice as long
-    QkTiles<2 * kQkKeys, 1>(call, scratch, head, 0, num_keys, prefetcher);
+  for (; head < num_heads; head += kLanes) {  // one vector is left
+    QkTiles<kQkKeysOfOne, 1>(call, scratch, head, 0, num_keys, prefetcher);
   }
 }
 
