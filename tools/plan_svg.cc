@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,7 +17,7 @@ constexpr int kTop = 64;   // title and axis
 constexpr int kChartWidth = 900;
 constexpr int kLegendWidth = 210;
 constexpr int kLine = 16;  // height of a line of text
-constexpr size_t kMaxLegend = 24;
+constexpr int32_t kMaxLegend = 24;
 constexpr size_t kMaxMerges = 40;
 
 // Neighbouring rows get distant hues: steps of about the golden angle, 137.5 degrees.
@@ -84,23 +85,19 @@ std::string DrawLane(const Plan& plan, int32_t unit, const Lanes& lanes, int y, 
   return svg;
 }
 
-std::string DrawLegend(const Schedule& schedule) {
+std::string DrawLegend(const Schedule& schedule, int32_t num_rows) {
   const int x = kLeft + kChartWidth + 24;
   std::string svg = Text(x, kTop - 8, "rows", "class=\"dim\"");
-  std::vector<int32_t> rows;
-  for (const WorkItem& item : schedule.work_items) rows.push_back(item.batch_idx);
-  std::sort(rows.begin(), rows.end());
-  rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
-  const size_t shown = std::min(rows.size(), kMaxLegend);
-  for (size_t i = 0; i < shown; ++i) {
-    const int y = kTop + static_cast<int>(i) * kLine;
+  const int32_t shown = std::min(num_rows, kMaxLegend);
+  for (int32_t row = 0; row < shown; ++row) {
+    const int y = kTop + row * kLine;
     svg += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"12\" height=\"12\" fill=\"{}\"/>\n", x, y,
-                       RowColour(rows[i]));
-    svg += Text(x + 18, y + 10, "row " + RowText(schedule, rows[i]));
+                       RowColour(row));
+    svg += Text(x + 18, y + 10, "row " + RowText(schedule, row));
   }
-  if (shown < rows.size()) {
-    svg += Text(x, kTop + static_cast<int>(shown) * kLine + 10,
-                fmt::format("and {} more", rows.size() - shown), "class=\"dim\"");
+  if (shown < num_rows) {
+    svg += Text(x, kTop + shown * kLine + 10, fmt::format("and {} more", num_rows - shown),
+                "class=\"dim\"");
   }
   return svg;
 }
@@ -123,6 +120,32 @@ std::vector<std::string> MergeLines(const Schedule& schedule) {
   return lines;
 }
 
+std::string DrawLanes(const Plan& plan, const Lanes& lanes, int lane_height) {
+  const int label_every = lane_height >= 12 ? 1 : lane_height >= 9 ? 2 : 4;
+  std::string svg;
+  int y = kTop;
+  for (size_t lane = 0; lane < lanes.units.size(); ++lane, y += lane_height) {
+    if (lane % static_cast<size_t>(label_every) == 0) {
+      svg += Text(kLeft - 8, y + std::min(lane_height, 12), std::to_string(lanes.units[lane]),
+                  "text-anchor=\"end\" class=\"dim\"");
+    }
+    svg += DrawLane(plan, lanes.units[lane], lanes, y, lane_height - 1);
+  }
+  return svg;
+}
+
+std::string DrawMerges(std::span<const std::string> merges, size_t shown, int top) {
+  std::string svg = Text(kLeft, top, "merges", "class=\"dim\"");
+  if (shown < merges.size()) {
+    svg += Text(kLeft + 60, top, fmt::format("(the first {} of {})", shown, merges.size()),
+                "class=\"dim\"");
+  }
+  for (size_t i = 0; i < shown; ++i) {
+    svg += Text(kLeft, top + static_cast<int>(i + 1) * kLine, merges[i]);
+  }
+  return svg;
+}
+
 }  // namespace
 
 std::string RowText(const Schedule& schedule, int32_t virtual_row) {
@@ -141,17 +164,17 @@ std::string ItemText(const Plan& plan, const WorkItem& item) {
 
 std::string PlanSvg(const Plan& plan) {
   const Schedule& schedule = plan.schedule();
-  const PlanCosts costs = ComputePlanCosts(plan);
   const Lanes lanes = UsedLanes(schedule);
   const std::vector<std::string> merges = MergeLines(schedule);
-
   const auto num_lanes = static_cast<int>(lanes.units.size());
+  const int32_t num_rows = plan.num_tokens() * schedule.fold;
+
   const int lane_height = num_lanes <= 40 ? 16 : num_lanes <= 120 ? 9 : 5;
-  const int label_every = lane_height >= 12 ? 1 : lane_height >= 9 ? 2 : 4;
-  const int bottom =
-      std::max(kTop + num_lanes * lane_height, kTop + static_cast<int>(kMaxLegend + 1) * kLine);
+  const int lanes_end = kTop + num_lanes * lane_height;
+  const int merges_top =
+      28 + std::max(lanes_end, kTop + std::min(num_rows, kMaxLegend + 1) * kLine);
   const size_t merges_shown = std::min(merges.size(), kMaxMerges);
-  const int height = bottom + (merges.empty() ? 20 : 60 + static_cast<int>(merges_shown) * kLine);
+  const int height = merges_top + static_cast<int>(merges_shown + 1) * kLine;
 
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" "
@@ -164,27 +187,12 @@ std::string PlanSvg(const Plan& plan) {
                           "imbalance {:.1f} %",
                           ScheduleName(plan.capacity().schedule), plan.num_tokens(),
                           plan.num_kv_indices(), schedule.work_items.size(), num_lanes,
-                          schedule.num_compute_units, 100 * costs.imbalance()),
+                          schedule.num_compute_units, 100 * ComputePlanCosts(plan).imbalance()),
               "class=\"title\"");
-  svg += DrawAxis(lanes, kTop + num_lanes * lane_height);
-  for (int lane = 0; lane < num_lanes; ++lane) {
-    const int32_t unit = lanes.units[static_cast<size_t>(lane)];
-    const int y = kTop + lane * lane_height;
-    if (lane % label_every == 0) {
-      svg += Text(kLeft - 8, y + std::min(lane_height, 12), std::to_string(unit),
-                  "text-anchor=\"end\" class=\"dim\"");
-    }
-    svg += DrawLane(plan, unit, lanes, y, lane_height - 1);
-  }
-  svg += DrawLegend(schedule);
-  if (!merges.empty()) svg += Text(kLeft, bottom + 28, "merges", "class=\"dim\"");
-  for (size_t i = 0; i < merges_shown; ++i) {
-    svg += Text(kLeft, bottom + 46 + static_cast<int>(i) * kLine, merges[i]);
-  }
-  if (merges_shown < merges.size()) {
-    svg += Text(kLeft + 60, bottom + 28,
-                fmt::format("(the first {} of {})", merges_shown, merges.size()), "class=\"dim\"");
-  }
+  svg += DrawAxis(lanes, lanes_end);
+  svg += DrawLanes(plan, lanes, lane_height);
+  svg += DrawLegend(schedule, num_rows);
+  if (!merges.empty()) svg += DrawMerges(merges, merges_shown, merges_top);
   return svg + "</svg>\n";
 }
 

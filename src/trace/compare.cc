@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "core/numeric.h"
 #include "core/require.h"
@@ -9,155 +10,122 @@
 namespace sparsemla::trace {
 namespace {
 
-double RelativeOf(DType model_dtype) {
-  switch (model_dtype) {
-    case DType::kBFloat16:
-      return 6e-3;
-    case DType::kFloat16:
-      return 1e-3;
-    default:
-      return 1e-5;
-  }
-}
-
-double RelativeOf(CacheFormat format) {
+double OutRelative(CacheFormat format) {
   switch (format) {
-    case CacheFormat::kFp8E4M3:
-    case CacheFormat::kFp8E4M3Fnuz:
-      return 4e-2;
+    case CacheFormat::kFloat32:
+      return 1e-5;
+    case CacheFormat::kFloat16:
+      return 1e-3;
     case CacheFormat::kBFloat16:
     case CacheFormat::kFp8DsMla:
       return 6e-3;
-    case CacheFormat::kFloat16:
-      return 1e-3;
-    default:
-      return 1e-5;
+    case CacheFormat::kFp8E4M3:
+    case CacheFormat::kFp8E4M3Fnuz:
+      break;
   }
+  return 4e-2;
 }
 
-// NaN beside NaN, an infinity beside the same one, or both finite.
-bool SameKind(float got, float expected) {
-  if (std::isnan(expected)) return std::isnan(got);
-  if (std::isinf(expected)) return got == expected;
-  return std::isfinite(got);
-}
-
-float Element(const ConstTensor<3>& tensor, int64_t token, int64_t head, int64_t column) {
-  const int64_t offset =
-      token * tensor.strides[0] + head * tensor.strides[1] + column * tensor.strides[2];
-  return VisitDType(tensor.dtype, [&]<typename T>() {
-    return ToFloat(static_cast<const T*>(tensor.data)[offset]);
+void LoadRow(const ConstTensor<3>& tensor, int64_t token, int64_t head, std::vector<double>& row) {
+  const int64_t offset = token * tensor.strides[0] + head * tensor.strides[1];
+  VisitDType(tensor.dtype, [&]<typename T>() {
+    const T* const data = static_cast<const T*>(tensor.data) + offset;
+    for (size_t d = 0; d < row.size(); ++d) {
+      row[d] = double{ToFloat(data[static_cast<int64_t>(d) * tensor.strides[2]])};
+    }
   });
 }
 
-template <size_t Rank>
-std::string SizesDiffer(const std::array<int64_t, Rank>& got,
-                        const std::array<int64_t, Rank>& expected) {
-  std::string text = "sizes are";
-  for (const int64_t size : got) text += StrCat(" ", size);
-  text += ", expected";
-  for (const int64_t size : expected) text += StrCat(" ", size);
-  return text;
+// Whether one value is finite and the other not, or they differ in kind.
+bool DifferInKind(double got, double want) {
+  if (std::isfinite(got) && std::isfinite(want)) return false;
+  return std::isnan(want) ? !std::isnan(got) : got != want;
 }
 
-// One row of `out` against its expected values.
+std::string Describe(int64_t token, int64_t head, double got, double want) {
+  return StrCat("token ", token, ", head ", head, ": got ", got, ", want ", want);
+}
+
 struct RowError {
-  double difference = 0;  // squared 2-norms of the finite elements
-  double norm = 0;
-  int64_t worst_column = 0;
-  bool same_kinds = true;
+  double norm = 0.0;       // of the difference, over finite values
+  double want_norm = 0.0;  // of the wanted row
+  size_t worst_column = 0;
+  bool differs_in_kind = false;  // at worst_column
 };
 
-RowError CompareRow(const ConstTensor<3>& out, const View<const float, 3>& expected, int64_t token,
-                    int64_t head) {
-  RowError row;
-  double worst = -1;
-  for (int64_t column = 0; column < expected.shape[2]; ++column) {
-    const float got = Element(out, token, head, column);
-    const float want = expected(token, head, column);
-    if (!SameKind(got, want)) {
-      row.worst_column = column;
-      row.same_kinds = false;
-      return row;
+RowError CompareRow(const std::vector<double>& got, const std::vector<double>& want) {
+  RowError error;
+  double sum = 0.0;
+  double want_sum = 0.0;
+  double worst = 0.0;
+  for (size_t d = 0; d < want.size(); ++d) {
+    if (DifferInKind(got[d], want[d])) {
+      error.worst_column = d;
+      error.differs_in_kind = true;
+      return error;
     }
-    if (!std::isfinite(want)) continue;
-    const double difference = double{got} - double{want};
-    row.difference += difference * difference;
-    row.norm += double{want} * double{want};
-    if (std::abs(difference) > worst) {
-      worst = std::abs(difference);
-      row.worst_column = column;
+    if (!std::isfinite(want[d])) continue;
+    const double difference = std::abs(got[d] - want[d]);
+    if (difference > worst) {
+      worst = difference;
+      error.worst_column = d;
     }
+    sum += difference * difference;
+    want_sum += want[d] * want[d];
   }
-  return row;
+  error.norm = std::sqrt(sum);
+  error.want_norm = std::sqrt(want_sum);
+  return error;
 }
 
 }  // namespace
 
-Tolerance ToleranceFor(CacheFormat cache_format, DType model_dtype) {
+Tolerance ToleranceFor(CacheFormat format, DType out_dtype) {
+  const CacheFormat rounding = out_dtype == DType::kBFloat16  ? CacheFormat::kBFloat16
+                               : out_dtype == DType::kFloat16 ? CacheFormat::kFloat16
+                                                              : CacheFormat::kFloat32;
   Tolerance tolerance;
-  tolerance.out_relative = std::max(RelativeOf(cache_format), RelativeOf(model_dtype));
-  if (IsPerTensorFp8(cache_format)) tolerance.lse_absolute = 2e-2;
+  tolerance.out_relative = std::max(OutRelative(format), OutRelative(rounding));
+  if (IsPerTensorFp8(format)) tolerance.lse_absolute = 2e-2;
   return tolerance;
 }
 
-Comparison CompareOut(const ConstTensor<3>& out, const View<const float, 3>& expected,
-                      const Tolerance& tolerance) {
+Comparison CompareAnswers(const Answers& got, const Answers& want, int64_t num_tokens,
+                          const Tolerance& tolerance) {
   Comparison result;
-  if (out.shape != expected.shape) {
-    result.mismatch = SizesDiffer(out.shape, expected.shape);
-    return result;
-  }
-  for (int64_t token = 0; token < expected.shape[0]; ++token) {
-    for (int64_t head = 0; head < expected.shape[1]; ++head) {
-      const RowError row = CompareRow(out, expected, token, head);
-      const double error = std::sqrt(row.difference) /
-                           (std::sqrt(row.norm) + tolerance.out_absolute / tolerance.out_relative);
-      result.error = std::max(result.error, error);
-      if ((row.same_kinds && error <= tolerance.out_relative) || !result.ok()) continue;
-      result.mismatch = StrCat("token ", token, ", head ", head, ", column ", row.worst_column,
-                               ": got ", Element(out, token, head, row.worst_column), ", expected ",
-                               expected(token, head, row.worst_column));
-      if (row.same_kinds) result.mismatch += StrCat(" (error of the row ", error, ")");
-    }
-  }
-  return result;
-}
-
-Comparison CompareLse(const View<const float, 2>& lse, const View<const float, 2>& expected,
-                      const Tolerance& tolerance) {
-  Comparison result;
-  if (lse.shape != expected.shape) {
-    result.mismatch = SizesDiffer(lse.shape, expected.shape);
-    return result;
-  }
-  for (int64_t token = 0; token < expected.shape[0]; ++token) {
-    for (int64_t head = 0; head < expected.shape[1]; ++head) {
-      const float got = lse(token, head);
-      const float want = expected(token, head);
-      bool right = SameKind(got, want);
-      if (right && std::isfinite(want)) {
-        const double error =
-            std::abs(double{got} - double{want}) /
-            (1 + tolerance.lse_relative / tolerance.lse_absolute * std::abs(double{want}));
-        result.error = std::max(result.error, error);
-        right = error <= tolerance.lse_absolute;
+  const auto report = [&](const std::string& text) {
+    if (result.first_mismatch.empty()) result.first_mismatch = text;
+  };
+  std::vector<double> got_row(static_cast<size_t>(want.out.shape[2]));
+  std::vector<double> want_row(got_row.size());
+  for (int64_t t = 0; t < num_tokens; ++t) {
+    for (int64_t h = 0; h < want.out.shape[1]; ++h) {
+      LoadRow(got.out, t, h, got_row);
+      LoadRow(want.out, t, h, want_row);
+      const RowError error = CompareRow(got_row, want_row);
+      const bool too_far =
+          error.norm > tolerance.out_relative * error.want_norm + tolerance.out_absolute;
+      if (error.differs_in_kind || too_far) {
+        const size_t d = error.worst_column;
+        report(StrCat("token ", t, ", head ", h, ", column ", d, ": got ", got_row[d], ", want ",
+                      want_row[d], " (row error ", error.norm, ", allowed ",
+                      tolerance.out_relative * error.want_norm + tolerance.out_absolute, ")"));
       }
-      if (right || !result.ok()) continue;
-      result.mismatch =
-          StrCat("token ", token, ", head ", head, ": got ", got, ", expected ", want);
+      result.worst_out = std::max(
+          result.worst_out, error.want_norm > 0.0 ? error.norm / error.want_norm : error.norm);
+      if (got.lse.empty() || want.lse.empty()) continue;
+      const double got_lse = got.lse(t, h);
+      const double want_lse = want.lse(t, h);
+      if (DifferInKind(got_lse, want_lse)) {
+        report("lse, " + Describe(t, h, got_lse, want_lse));
+      } else if (std::isfinite(want_lse)) {
+        const double difference = std::abs(got_lse - want_lse);
+        result.worst_lse = std::max(result.worst_lse, difference);
+        if (difference > tolerance.lse_absolute + tolerance.lse_relative * std::abs(want_lse)) {
+          report("lse, " + Describe(t, h, got_lse, want_lse));
+        }
+      }
     }
-  }
-  return result;
-}
-
-Comparison CompareInts(std::span<const int32_t> got, std::span<const int32_t> expected) {
-  Comparison result;
-  const auto [g, e] = std::mismatch(got.begin(), got.end(), expected.begin(), expected.end());
-  if (g != got.end() && e != expected.end()) {
-    result.mismatch = StrCat("entry ", g - got.begin(), ": got ", *g, ", expected ", *e);
-  } else if (got.size() != expected.size()) {
-    result.mismatch = StrCat(got.size(), " entries, expected ", expected.size());
   }
   return result;
 }

@@ -1,42 +1,44 @@
-// When an answer counts as right: the one table and the one rule of docs/numerics.md, N8. Used by
-// the tests, `run --check` and `replay --check-rows`.
+// The one rule by which an answer is judged (docs/numerics.md, N8): used by the tests, by
+// `sparsemla run --check` and by `sparsemla replay --check-rows`.
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <string>
 
 #include "sparsemla/types.h"
 
 namespace sparsemla::trace {
 
-// A row of `out` may be off by out_relative * ||expected|| + out_absolute in the 2-norm, an lse by
-// lse_absolute + lse_relative * |expected|.
+// Each (token, head) row: |out - want| <= out_relative * |want| + out_absolute in the Euclidean
+// norm, and |lse - want| <= lse_absolute + lse_relative * |want|.
 struct Tolerance {
-  double out_relative = 0;
+  double out_relative = 0.0;
   double out_absolute = 1e-5;
   double lse_absolute = 2e-3;
   double lse_relative = 3e-6;
 };
 
-Tolerance ToleranceFor(CacheFormat cache_format, DType model_dtype);
+// The row of the table for a cache and the type that outputs are rounded to.
+Tolerance ToleranceFor(CacheFormat format, DType out_dtype);
 
-struct Comparison {
-  // The largest error, scaled so that it is to be compared with out_relative or lse_absolute: the
-  // other term of the rule is divided out. 0 for integers.
-  double error = 0;
-  // The first (token, head) that is wrong, with its worst column and both values; empty: all right.
-  std::string mismatch;
-
-  bool ok() const { return mismatch.empty(); }
+// Outputs and lse of some tokens; lse may be empty and is then not compared.
+struct Answers {
+  ConstTensor<3> out = {};        // [num_tokens, num_heads, kv_lora_rank] bf16, fp16 or fp32
+  View<const float, 2> lse = {};  // [num_tokens, num_heads]
 };
 
-// NaN and infinities must stand in the same places. `out` is bf16, fp16 or fp32.
-Comparison CompareOut(const ConstTensor<3>& out, const View<const float, 3>& expected,
-                      const Tolerance& tolerance);
-Comparison CompareLse(const View<const float, 2>& lse, const View<const float, 2>& expected,
-                      const Tolerance& tolerance);
-// Exactly, sizes included.
-Comparison CompareInts(std::span<const int32_t> got, std::span<const int32_t> expected);
+struct Comparison {
+  double worst_out = 0.0;  // largest |out - want| / |want| of a row (absolute where |want| = 0)
+  double worst_lse = 0.0;  // largest |lse - want|
+  // "" if all is within tolerance, else the first difference:
+  // "token 3, head 5, column 17: got 0.25, want nan".
+  std::string first_mismatch;
+
+  bool ok() const { return first_mismatch.empty(); }
+};
+
+// Compares `num_tokens` tokens. Non-finite values must stand in the same places.
+Comparison CompareAnswers(const Answers& got, const Answers& want, int64_t num_tokens,
+                          const Tolerance& tolerance);
 
 }  // namespace sparsemla::trace
