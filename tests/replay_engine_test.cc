@@ -151,7 +151,8 @@ TEST(BlockPoolTest, FirstBlockWithAContentKeepsIt) {
 // ---- engine ------------------------------------------------------------------------------------
 
 TrafficRequest MakeRequest(int64_t timestamp, int32_t input, int32_t output, int64_t first_id) {
-  TrafficRequest request{timestamp, input, output, std::vector<int64_t>((size_t(input) + 511) / 512)};
+  TrafficRequest request{timestamp, input, output,
+                         std::vector<int64_t>((size_t(input) + 511) / 512)};
   std::iota(request.hash_ids.begin(), request.hash_ids.end(), first_id);
   return request;
 }
@@ -234,8 +235,8 @@ class EngineRun {
   void ReadContexts(const Engine& engine, const Step& step) {
     for (size_t r = 0; r < step.requests.size(); ++r) {
       for (int32_t p = 0; p < step.seq_lens[r]; ++p) {
-        const int32_t block = step.block_table[r * size_t(step.max_blocks) +
-                                               size_t(p / options_.block_size)];
+        const int32_t block =
+            step.block_table[r * size_t(step.max_blocks) + size_t(p / options_.block_size)];
         const int32_t slot = block * options_.block_size + p % options_.block_size;
         const std::pair<int64_t, int32_t> wanted{engine.ContentId(step.requests[r], p), p};
         ASSERT_TRUE(content_of_slot_[size_t(slot)] == wanted)
@@ -264,10 +265,9 @@ TEST(EngineTest, ComputesEveryTokenOfTheExampleOnceUnlessItIsShared) {
 
 TEST(EngineTest, EveryBlockSizeKeepsContextsApart) {
   for (const int32_t block_size : {1, 16, 64, 512}) {
-    const EngineRun run({MakeRequest(0, 700, 9, 0), MakeRequest(0, 1300, 3, 0), MakeRequest(500, 90, 5, 9)},
-                  {.block_size = block_size,
-                   .num_blocks = 4096 / block_size + 1,
-                   .token_budget = 200});
+    const EngineRun run(
+        {MakeRequest(0, 700, 9, 0), MakeRequest(0, 1300, 3, 0), MakeRequest(500, 90, 5, 9)},
+        {.block_size = block_size, .num_blocks = 4096 / block_size + 1, .token_budget = 200});
     EXPECT_GE(run.steps().size(), 13u) << block_size;
   }
 }
@@ -280,9 +280,9 @@ TEST(EngineTest, EqualPromptsShareAllFullBlocksButTheLast) {
 }
 
 TEST(EngineTest, EqualBlocksAfterDifferentPrefixesAreNotShared) {
-  const EngineRun run({MakeRequest(0, 1024, 2, 0),
-                       {100000, 1024, 2, {5, 1}}},  // second id equal, first not
-                      {.num_blocks = 100});
+  const EngineRun run(
+      {MakeRequest(0, 1024, 2, 0), {100000, 1024, 2, {5, 1}}},  // second id equal, first not
+      {.num_blocks = 100});
   EXPECT_EQ(run.Sum(&Step::hit_tokens), 0);
 }
 
@@ -320,11 +320,10 @@ TEST(EngineTest, DraftRowsAreDecodesAndRejectedOnesAreComputedAgain) {
 }
 
 TEST(EngineTest, RefusesARequestThatCannotFitAndNamesIt) {
-  const auto engine = Engine::Create({MakeRequest(0, 64, 1, 0), MakeRequest(0, 6400, 2, 1)},
-                                     {.num_blocks = 100});
+  const auto engine =
+      Engine::Create({MakeRequest(0, 64, 1, 0), MakeRequest(0, 6400, 2, 1)}, {.num_blocks = 100});
   EXPECT_EQ(engine.status().code(), StatusCode::kResourceExhausted);
-  EXPECT_EQ(engine.status().message(),
-            "request 1 needs 101 blocks of 64 tokens; the cache has 99");
+  EXPECT_EQ(engine.status().message(), "request 1 needs 101 blocks of 64 tokens; the cache has 99");
   EXPECT_FALSE(Engine::Create({}, {.block_size = 48, .num_blocks = 9}).ok());
 }
 

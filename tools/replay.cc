@@ -167,12 +167,14 @@ void AddOptions(CLI::App& command, CommandOptions& options) {
   command
       .add_option("--threads", options.backend_options.num_threads, "Threads; default: all cores")
       ->check(positive);
-  command.add_option("--cache-format", options.cache_format,
-                     "bf16, fp16, fp32, fp8_e4m3, fp8_e4m3fnuz or fp8_ds_mla; default: the model's");
+  command.add_option(
+      "--cache-format", options.cache_format,
+      "bf16, fp16, fp32, fp8_e4m3, fp8_e4m3fnuz or fp8_ds_mla; default: the model's");
   command.add_option("--block-size", engine.block_size, "Tokens of a cache block; divides 512")
       ->capture_default_str();
-  command.add_option("--cache-tokens", options.cache_tokens,
-                     "Tokens that the cache holds; default: 262144, more for longer requests")
+  command
+      .add_option("--cache-tokens", options.cache_tokens,
+                  "Tokens that the cache holds; default: 262144, more for longer requests")
       ->check(positive);
   command.add_option("--token-budget", engine.token_budget, "Most query tokens of a step")
       ->check(CLI::Range(1, 65536))

@@ -26,8 +26,9 @@ std::string Text(double x, double y, std::string_view anchor, std::string_view t
 }
 
 std::string GridLine(double x1, double y1, double x2, double y2) {
-  return fmt::format("<line class=\"grid\" x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\"/>",
-                     x1, y1, x2, y2);
+  return fmt::format(
+      "<line class=\"grid\" x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\"/>", x1, y1, x2,
+      y2);
 }
 
 // "12k", "3.5M": ticks of large counts stay short.
@@ -138,8 +139,8 @@ std::string Bars(const Drawing& drawing, const Scale& scale) {
   std::string svg;
   const bool stacked = drawing.chart.kind == ChartKind::kStackedBars;
   const double gap = drawing.bin_width > 8 ? drawing.bin_width * 0.15 : 0.0;
-  const double width = (drawing.bin_width - gap) /
-                       static_cast<double>(stacked ? 1 : drawing.bins.size());
+  const double width =
+      (drawing.bin_width - gap) / static_cast<double>(stacked ? 1 : drawing.bins.size());
   for (size_t b = 0; b < drawing.num_bins; ++b) {
     double below = 0;
     for (size_t s = 0; s < drawing.bins.size(); ++s) {
@@ -190,7 +191,8 @@ std::string HoverData(const Drawing& drawing) {
   nlohmann::ordered_json series = nlohmann::json::array();
   for (size_t s = 0; s < drawing.bins.size(); ++s) {
     nlohmann::json values = nlohmann::json::array();
-    for (const double value : drawing.bins[s]) values.push_back(std::stod(fmt::format("{:.4g}", value)));
+    for (const double value : drawing.bins[s])
+      values.push_back(std::stod(fmt::format("{:.4g}", value)));
     series.push_back({drawing.chart.series[s].name, values});
   }
   const nlohmann::ordered_json data = {{"left", kLeft},

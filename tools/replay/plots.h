@@ -1,6 +1,6 @@
 // Charts of the report as inline SVG. Colours and text styles come from the page's style sheet
-// (classes s0..s3, axis, grid), so that they follow its light or dark theme; the page's script shows
-// the values under the pointer from the data attribute of each chart.
+// (classes s0..s3, axis, grid), so that they follow its light or dark theme; the page's script
+// shows the values under the pointer from the data attribute of each chart.
 #pragma once
 
 #include <cstddef>
