@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <ostream>
 #include <random>
 #include <span>
 #include <string>
@@ -26,6 +27,9 @@ struct KernelUnderTest {
   std::string unavailable_reason;  // empty: this machine runs it
 
   std::string name() const { return backend + "_" + kernel; }
+  friend void PrintTo(const KernelUnderTest& kernel, std::ostream* stream) {
+    *stream << kernel.name();
+  }
 };
 std::vector<KernelUnderTest> AllKernels();
 std::unique_ptr<Backend> MakeBackend(const KernelUnderTest& kernel, int32_t num_threads = 2);
