@@ -332,6 +332,8 @@ sparsemla_status sparsemla_plan_partials(const sparsemla_plan* plan, void* works
   return Guard([&]() -> Status {
     SPARSEMLA_REQUIRE_NOT_NULL(plan);
     SPARSEMLA_REQUIRE_NOT_NULL(workspace);
+    SPARSEMLA_CHECK(plan->plan.built(), StatusCode::kFailedPrecondition,
+                    "the plan is empty: Build has not succeeded yet");
     const Partials found = PlanPartials(plan->plan, {workspace, workspace_bytes});
     sparsemla_partials out = {};
     out.fold = found.fold;

@@ -133,11 +133,11 @@ struct MergeParams {
   View<float, 2> lse = {};            // [rows, num_heads]; may be empty
 };
 
-// Merges each group of partials into its row: lse = log sum exp(lse_p), out = sum exp(lse_p - lse) *
-// out_p, then the sink. A partial whose lse is infinite (-inf ours, +inf FlashMLA's mark of a state
-// without keys) is left out whatever its values; NaN is not hidden. Rows of groups without partials
-// are not touched. The order of the sum is the order of reduce_partial_map. Serves split rows
-// (PlanPartials) and the states of several ranks alike.
+// Merges each group of partials into its row: lse = log sum exp(lse_p), out = sum exp(lse_p - lse)
+// * out_p, then the sink. A partial whose lse is infinite (-inf ours, +inf FlashMLA's mark of a
+// state without keys) is left out whatever its values; NaN is not hidden. Rows of groups without
+// partials are not touched. The order of the sum is the order of reduce_partial_map. Serves split
+// rows (PlanPartials) and the states of several ranks alike.
 Status Merge(const Backend& backend, const MergeParams& params, Stream stream = {});
 
 // ---- all stages --------------------------------------------------------------------------------
@@ -159,4 +159,4 @@ Status SparseMla(const Backend& backend, const SparseMlaParams& params, const Pl
 Result<size_t> WorkspaceBytes(const Backend& backend, const PlanCapacity& capacity,
                               int32_t topk_width = 0);
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla

@@ -97,4 +97,4 @@ Result<std::unique_ptr<Backend>> CreateBackend(std::string_view name,
 // Library version, "0.1.0".
 std::string_view Version();
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla

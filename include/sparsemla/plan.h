@@ -192,4 +192,4 @@ struct PlanCosts {
 };
 PlanCosts ComputePlanCosts(const Plan& plan);
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla

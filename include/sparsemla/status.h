@@ -59,4 +59,4 @@ class [[nodiscard]] Result {
   std::variant<T, Status> state_;
 };
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla

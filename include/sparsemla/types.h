@@ -130,4 +130,4 @@ struct Stream {
   void* handle = nullptr;
 };
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla

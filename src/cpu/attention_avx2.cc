@@ -2,7 +2,7 @@
 
 #include "cpu/attention_vector_deps.h"
 
-SPARSEMLA_TARGET_BEGIN("avx2,fma,f16c")
+SPARSEMLA_TARGET_BEGIN("avx2,fma")
 namespace sparsemla::cpu {
 namespace {
 

@@ -2,7 +2,7 @@
 
 #include "cpu/attention_vector_deps.h"
 
-SPARSEMLA_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+SPARSEMLA_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 namespace sparsemla::cpu {
 namespace {
 

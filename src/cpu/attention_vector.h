@@ -67,8 +67,13 @@ SPARSEMLA_INLINE Floats WidenVector(Float16, const std::byte* source) {
   return AsFloats(value | (bits & 0x8000u) << 16);
 }
 
+// In two steps: g++ takes a direct conversion apart.
+SPARSEMLA_INLINE Words LoadBytes(const std::byte* source) {
+  return __builtin_convertvector(__builtin_convertvector(Load<Bytes>(source), Halves), Words);
+}
+
 SPARSEMLA_INLINE Floats WidenVector(Float8E4M3, const std::byte* source) {
-  const Words bits = __builtin_convertvector(Load<Bytes>(source), Words);
+  const Words bits = LoadBytes(source);
   const Words magnitude = bits & 0x7Fu;
   const Words finite = WidenMagnitude<3>(magnitude, 120, 0x1p-9f);
   const Words value = reinterpret_cast<Ints>(magnitude) == 0x7F ? Words{} + 0x7FC00000u : finite;
@@ -76,7 +81,7 @@ SPARSEMLA_INLINE Floats WidenVector(Float8E4M3, const std::byte* source) {
 }
 
 SPARSEMLA_INLINE Floats WidenVector(Float8E4M3Fnuz, const std::byte* source) {
-  const Words bits = __builtin_convertvector(Load<Bytes>(source), Words);
+  const Words bits = LoadBytes(source);
   const Words finite = WidenMagnitude<3>(bits & 0x7Fu, 119, 0x1p-10f) | (bits & 0x80u) << 24;
   return AsFloats(reinterpret_cast<Ints>(bits) == 0x80 ? Words{} + 0x7FC00000u : finite);
 }
@@ -211,28 +216,44 @@ void LoadQueries(const AttentionCall& call, const AttentionItem& item,
 
 // ---- cache rows ---------------------------------------------------------------------------------
 
+constexpr int64_t kPanelColumns = AttentionScratch::kPanelColumns;
+constexpr int64_t kPanelFloats = AttentionScratch::kPanelFloats;
+
+// Spreads a row of elements over the panels that start with `key`.
+template <typename T>
+void WidenPanels(const std::byte* row, int64_t width, float* key) {
+  for (; width >= kPanelColumns; width -= kPanelColumns) {
+    WidenRow<T>(row, kPanelColumns, 1.0f, key);
+    row += kPanelColumns * static_cast<int64_t>(sizeof(T));
+    key += kPanelFloats;
+  }
+  WidenRow<T>(row, width, 1.0f, key);
+}
+
+// Widens one cache row into its place in the panels.
 void WidenCacheRow(const AttentionCall& call, const std::byte* row, float* key) {
   const int64_t width = call.dims.head_dim_qk();
   switch (call.cache_format) {
     case CacheFormat::kFloat32:
-      return WidenRow<float>(row, width, 1.0f, key);
+      return WidenPanels<float>(row, width, key);
     case CacheFormat::kBFloat16:
-      return WidenRow<BFloat16>(row, width, 1.0f, key);
+      return WidenPanels<BFloat16>(row, width, key);
     case CacheFormat::kFloat16:
-      return WidenRow<Float16>(row, width, 1.0f, key);
+      return WidenPanels<Float16>(row, width, key);
     case CacheFormat::kFp8E4M3:
-      return WidenRow<Float8E4M3>(row, width, 1.0f, key);
+      return WidenPanels<Float8E4M3>(row, width, key);
     case CacheFormat::kFp8E4M3Fnuz:
-      return WidenRow<Float8E4M3Fnuz>(row, width, 1.0f, key);
+      return WidenPanels<Float8E4M3Fnuz>(row, width, key);
     case CacheFormat::kFp8DsMla: {
       constexpr int64_t kCodes = 512;
-      constexpr int64_t kGroup = 128;
-      float scales[kCodes / kGroup];
+      constexpr int64_t kCodesPerScale = 128;
+      float scales[kCodes / kCodesPerScale];
       __builtin_memcpy(scales, row + kCodes, sizeof(scales));
-      for (int64_t group = 0; group < kCodes / kGroup; ++group) {
-        WidenRow<Float8E4M3>(row + group * kGroup, kGroup, scales[group], key + group * kGroup);
+      for (int64_t begin = 0; begin < kCodes; begin += kPanelColumns) {
+        WidenRow<Float8E4M3>(row + begin, kPanelColumns, scales[begin / kCodesPerScale], key);
+        key += kPanelFloats;
       }
-      return WidenRow<BFloat16>(row + kCodes + sizeof(scales), width - kCodes, 1.0f, key + kCodes);
+      return WidenPanels<BFloat16>(row + kCodes + sizeof(scales), width - kCodes, key);
     }
   }
 }
@@ -294,17 +315,21 @@ class Prefetcher {
 
 // scores[k, h] = scale * (keys[k] . queries[h]) for kKeys keys and kVectors vectors of heads.
 template <int kKeys, int kVectors>
-SPARSEMLA_INLINE void QkTile(const float* keys, int64_t key_stride, const float* queries,
-                             int64_t head_stride, int64_t width, float scale, float* scores) {
+SPARSEMLA_INLINE void QkTile(const float* keys, const float* queries, int64_t head_stride,
+                             int64_t width, float scale, float* scores) {
   Floats sum[kKeys][kVectors] = {};
-  for (int64_t d = 0; d < width; ++d) {
-    Floats query[kVectors];
-    for (int v = 0; v < kVectors; ++v) query[v] = Load<Floats>(queries + v * kLanes);
-    for (int k = 0; k < kKeys; ++k) {
-      const Floats key = Broadcast(keys[k * key_stride + d]);
-      for (int v = 0; v < kVectors; ++v) sum[k][v] = key * query[v] + sum[k][v];
+  for (int64_t begin = 0; begin < width; begin += kPanelColumns) {
+    const int64_t columns = width - begin < kPanelColumns ? width - begin : kPanelColumns;
+    for (int64_t d = 0; d < columns; ++d) {
+      Floats query[kVectors];
+      for (int v = 0; v < kVectors; ++v) query[v] = Load<Floats>(queries + v * kLanes);
+      for (int k = 0; k < kKeys; ++k) {
+        const Floats key = Broadcast(keys[k * kPanelColumns + d]);
+        for (int v = 0; v < kVectors; ++v) sum[k][v] = key * query[v] + sum[k][v];
+      }
+      queries += head_stride;
     }
-    queries += head_stride;
+    keys += kPanelFloats;
   }
   for (int k = 0; k < kKeys; ++k) {
     for (int v = 0; v < kVectors; ++v) {
@@ -320,9 +345,9 @@ SPARSEMLA_INLINE void QkTiles(const AttentionCall& call, const AttentionScratch&
   int k = first_key;
   for (; k + kKeys <= num_keys; k += kKeys) {
     prefetcher.Step();
-    QkTile<kKeys, kVectors>(scratch.keys + k * scratch.key_stride, scratch.key_stride,
-                            scratch.queries + head, scratch.head_stride, call.dims.head_dim_qk(),
-                            call.scale_log2, scratch.scores + k * scratch.head_stride + head);
+    QkTile<kKeys, kVectors>(scratch.keys + k * kPanelColumns, scratch.queries + head,
+                            scratch.head_stride, call.dims.head_dim_qk(), call.scale_log2,
+                            scratch.scores + k * scratch.head_stride + head);
   }
   if constexpr (kKeys > 1) {
     QkTiles<kKeys / 2, kVectors>(call, scratch, head, k, num_keys, prefetcher);
@@ -404,7 +429,7 @@ SPARSEMLA_INLINE void PvTile(const AttentionScratch& scratch, int64_t head, int6
     }
   }
   const float* weights = scratch.scores + head;
-  const float* keys = scratch.keys + column;
+  const float* keys = scratch.keys + column / kPanelColumns * kPanelFloats + column % kPanelColumns;
   for (int k = 0; k < num_keys; ++k) {
     Floats value[kVectors];
     for (int v = 0; v < kVectors; ++v) value[v] = Load<Floats>(keys + v * kLanes);
@@ -413,7 +438,7 @@ SPARSEMLA_INLINE void PvTile(const AttentionScratch& scratch, int64_t head, int6
       for (int v = 0; v < kVectors; ++v) sum[h][v] = weight * value[v] + sum[h][v];
     }
     weights += scratch.head_stride;
-    keys += scratch.key_stride;
+    keys += kPanelColumns;
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int v = 0; v < kVectors; ++v) {
@@ -435,6 +460,8 @@ SPARSEMLA_INLINE void PvTiles(const AttentionScratch& scratch, int64_t head, int
   }
 }
 
+static_assert(kPanelColumns % (kPvVectors * kLanes) == 0, "a group of columns lies in one panel");
+
 void AddValues(const AttentionScratch& scratch, int64_t num_heads, int64_t rank, int num_keys,
                bool first, Prefetcher& prefetcher) {
   int64_t column = 0;
@@ -446,14 +473,15 @@ void AddValues(const AttentionScratch& scratch, int64_t num_heads, int64_t rank,
   }
 }
 
-// Normalises and writes one head. `any` is false where the item has no valid key.
+// Normalises and writes one head. `any` is false where the item has no valid key; a head whose
+// logits are all -inf counts as one without keys.
 void WriteHead(const AttentionCall& call, const AttentionItem& item,
                const AttentionScratch& scratch, int64_t h, bool any) {
   const int64_t rank = call.dims.kv_lora_rank;
   float* const values = scratch.out + h * scratch.value_stride;
   float lse = -INFINITY;
   float factor = 0.0f;
-  if (any) {
+  if (any && scratch.sum[h] != 0.0f) {
     constexpr double kLn2 = 0.69314718055994530942;
     lse = static_cast<float>(kLn2 * static_cast<double>(scratch.max_log2[h]) +
                              log(static_cast<double>(scratch.sum[h])));
@@ -502,7 +530,7 @@ void RunItem(const AttentionCall& call, const AttentionItem& item,
     const int num_next = cursor.Next(next_rows);
     Prefetcher prefetcher(next_rows, num_next, call.cache_row_bytes, steps);
     for (int k = 0; k < num_keys; ++k) {
-      WidenCacheRow(call, rows[k], scratch.keys + k * scratch.key_stride);
+      WidenCacheRow(call, rows[k], scratch.keys + k * kPanelColumns);
     }
     ComputeLogits(call, scratch, item.num_heads, num_keys, prefetcher);
     UpdateSoftmax(scratch, item.num_heads, num_keys, first);
