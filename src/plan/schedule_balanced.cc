@@ -56,11 +56,11 @@ int32_t BlocksToCut(int32_t left, int32_t room, int32_t payload, int32_t pieces_
   if (!fresh && room * int64_t{kMinGainFraction} < payload) return 0;
   const int32_t fit = room - kItemOverhead;
   if (fit < kMinPieceBlocks) return 0;
-  // The rest goes to workers of its own, in pieces that are neither too long nor too short.
+  // The rest goes to workers of its own, in pieces that are neither too long nor too short: enough
+  // is left for that, as the cap allows no more pieces than a row has least pieces.
   const int32_t rest_pieces = CeilDiv(left - fit, payload - kItemOverhead);
   if (rest_pieces + 1 > pieces_left) return 0;
-  const int32_t take = std::min(fit, left - rest_pieces * kMinPieceBlocks);
-  return take < kMinPieceBlocks ? 0 : take;
+  return std::min(fit, left - rest_pieces * kMinPieceBlocks);
 }
 
 // Fills the workers up to `payload` and tells `sink` what each one gets. Returns the cost of what
