@@ -95,8 +95,7 @@ struct Drawing {
   explicit Drawing(const Chart& c) : chart(c) {
     const size_t count = c.series.empty() ? 0 : c.series.front().values.size();
     num_values = count;
-    per_bin = c.categories.empty() ? (count + kMaxBins - 1) / kMaxBins : 1;
-    per_bin = std::max<size_t>(per_bin, 1);
+    per_bin = c.categories.empty() ? StepsPerBin(count) : 1;
     for (const Series& s : c.series) bins.push_back(Binned(s.values, per_bin));
     num_bins = bins.empty() ? 0 : bins.front().size();
     bin_width = kPlotWidth / static_cast<double>(std::max<size_t>(num_bins, 1));
@@ -241,15 +240,17 @@ std::string EscapeHtml(std::string_view text) {
   return escaped;
 }
 
+size_t StepsPerBin(size_t num_steps) {
+  return std::max<size_t>((num_steps + kMaxBins - 1) / kMaxBins, 1);
+}
+
 std::string ChartFigure(const Chart& chart) {
   const Drawing drawing(chart);
   const Scale scale = ScaleOf(drawing);
-  std::string note = chart.note;
-  if (drawing.per_bin > 1) note += fmt::format(" Drawn as means of {} steps.", drawing.per_bin);
   std::string html = fmt::format(
       "<figure><h3>{}</h3><p>{}</p><div class=\"legend\">{}</div>"
       "<svg viewBox=\"0 0 {:g} {:g}\" role=\"img\" aria-label=\"{}\" data-chart=\"{}\">",
-      EscapeHtml(chart.title), EscapeHtml(note), Legend(chart), kWidth, kHeight,
+      EscapeHtml(chart.title), EscapeHtml(chart.note), Legend(chart), kWidth, kHeight,
       EscapeHtml(chart.title), HoverData(drawing));
   html += scale.Axis();
   html += chart.kind == ChartKind::kLines ? Lines(drawing, scale) : Bars(drawing, scale);

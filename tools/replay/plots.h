@@ -30,7 +30,10 @@ struct Chart {
   std::vector<std::string> categories;  // names of the x positions; empty: they are steps
 };
 
-// A <figure> with title, legend, note and drawing. Many steps are drawn as means of neighbours.
+// Neighbouring steps that charts show as one mean, so that each has its pixels.
+size_t StepsPerBin(size_t num_steps);
+
+// A <figure> with title, legend, note and drawing.
 std::string ChartFigure(const Chart& chart);
 
 // The work items of every worker from left to right, to scale in keys. `note` says what it is.

@@ -42,6 +42,7 @@ tr:first-child>*{border-top:0}
 th{font-weight:500;color:var(--dim);white-space:nowrap}td.n,th.n{text-align:right}
 svg{display:block;width:100%;height:auto}
 svg text{font:12px system-ui,sans-serif}.axis{fill:var(--dim)}.grid{stroke:var(--line)}
+rect{shape-rendering:crispEdges}
 .s0,.g0{fill:var(--c0)}.s1,.g1{fill:var(--c1)}.s2{fill:var(--c2)}.s3{fill:var(--c3)}
 .g2{fill:var(--c0);fill-opacity:.5}.g3{fill:var(--c1);fill-opacity:.5}
 .g0,.g1,.g2,.g3{stroke:var(--card);stroke-width:.6}
@@ -298,11 +299,14 @@ Result<std::string> ReportHtml(const ReplayResult& result, const RunDescription&
   const ReplayTotals totals = Summarise(result);
   std::string html(kHead);
   html += "<h1>Replay of serving traffic</h1><p>sparsemla " + std::string(Version()) +
-          ": every step planned, converted, attended and merged. Cache contents and selections are "
-          "generated; everything else is real.</p>\n";
+          ": recorded requests on a simulated clock; every step is planned, converted, attended and "
+          "merged. Cache contents, queries and selections are generated.</p>\n";
   html += Cards(result, totals);
   html += Tables(result, totals, description);
-  html += "<h2>Step by step</h2><div class=\"grid2\">\n";
+  const size_t per_bin = StepsPerBin(result.steps.size());
+  html += fmt::format("<h2>Step by step</h2>{}<div class=\"grid2\">\n",
+                      per_bin > 1 ? fmt::format("<p>Each mark is the mean of {} steps.</p>", per_bin)
+                                  : "");
   for (const auto& chart : {BatchChart(result), TimeChart(result), SpeedChart(result),
                             ImbalanceChart(result), ContextChart(result), QueueChart(result),
                             CacheChart(result), PrefixChart(result)}) {

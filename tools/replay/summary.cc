@@ -40,7 +40,7 @@ std::string SecondsText(double seconds) {
   const auto text = [](double value, const char* unit) {
     return fmt::format("{:.{}f} {}", value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0, unit);
   };
-  if (magnitude < 1e-3) return text(seconds * 1e6, "us");
+  if (magnitude < 1e-3) return text(seconds * 1e6, "µs");
   if (magnitude < 1) return text(seconds * 1e3, "ms");
   return text(seconds, "s");
 }
