@@ -88,23 +88,23 @@ Status RowChecker::CheckRow(const Step& step, int32_t row, const SparseMlaParams
   const auto tolerance = trace::ToleranceFor(options_.cache_format, params.attention.out.dtype);
   const Tensor<3>& out = params.attention.out;
   const View<float, 2>& lse = params.attention.lse;
-  const trace::Comparison out_result = trace::CompareOut(
-      RowOfTensor(ConstTensor<3>{out.data, out.dtype, out.shape, out.strides}, row),
-      View<const float, 3>::Contiguous(worker.out.data(), single.attention.out.shape), tolerance);
-  const trace::Comparison lse_result = trace::CompareLse(
-      RowOfView(View<const float, 2>{lse.data, lse.shape, lse.strides}, row),
-      View<const float, 2>::Contiguous(worker.lse.data(), single.attention.lse.shape), tolerance);
+  const trace::Comparison result = trace::CompareAnswers(
+      {.out = RowOfTensor(ConstTensor<3>{out.data, out.dtype, out.shape, out.strides}, row),
+       .lse = RowOfView(View<const float, 2>{lse.data, lse.shape, lse.strides}, row)},
+      {.out = ConstTensor<3>::Contiguous(worker.out.data(), DType::kFloat32,
+                                         single.attention.out.shape),
+       .lse = View<const float, 2>::Contiguous(worker.lse.data(), single.attention.lse.shape)},
+      1, tolerance);
   CheckOutcome& outcome = worker.outcome;
-  outcome.worst_error =
-      std::max({outcome.worst_error, out_result.error / tolerance.out_relative,
-                lse_result.error / tolerance.lse_absolute});
-  if (!outcome.mismatch.empty() || (out_result.ok() && lse_result.ok())) return {};
+  outcome.worst_error = std::max({outcome.worst_error, result.worst_out / tolerance.out_relative,
+                                  result.worst_lse / tolerance.lse_absolute});
+  if (!outcome.mismatch.empty() || result.ok()) return {};
   // The comparison saw a single token; only what follows its number is of use.
-  const std::string& text = out_result.ok() ? lse_result.mismatch : out_result.mismatch;
+  const std::string& text = result.first_mismatch;
   outcome.mismatch =
-      StrCat("step ", step.index, ", request ", step.requests[static_cast<size_t>(req)],
-             ", token ", row, " (position ", seq_lens[0] - 1, "), ",
-             out_result.ok() ? "lse, " : "out, ", text.substr(text.find("head")));
+      StrCat("step ", step.index, ", request ", step.requests[static_cast<size_t>(req)], ", token ",
+             row, " (position ", seq_lens[0] - 1, "), ",
+             text.starts_with("lse") ? "lse, " : "out, ", text.substr(text.find("head")));
   return {};
 }
 
