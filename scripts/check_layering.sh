@@ -37,7 +37,7 @@ may_include "$public|core/|plan/" $(sources src/plan)
 may_include "$public|core/|plan/|ref/" $(sources src/ref)
 may_include "$public|core/|plan/|cpu/" $(sources src/cpu)
 may_include "$public|trace/|core/(require|numeric)\.h" $(sources src/trace)
-may_include "$public|trace/|tools/" $(sources tools)
+may_include "$public|trace/|tools/|core/(require|numeric)\.h" $(sources tools)
 
 library=$(sources include src | grep -v '^src/trace/')
 must_not_say '\b(throw|abort|exit|printf|puts|fprintf)\b *\(?|std::c(out|err)\b' $library

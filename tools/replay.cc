@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <string>
 
@@ -29,7 +28,7 @@ struct CommandOptions {
   BackendOptions backend_options = {};
   int64_t num_requests = 0;
   int64_t cache_tokens = 0;
-  int32_t tp = 16;
+  int32_t tp = 0;
   bool json = false;
   replay::ReplayOptions replay = {};
 };
@@ -72,6 +71,7 @@ Status Resolve(CommandOptions& options) {
   const auto model = replay::FindModel(options.model);
   if (!model.ok()) return model.status();
   replay.model = model.value();
+  if (options.tp == 0) options.tp = std::min(8, replay.model.num_heads);
   const auto dims = replay::RankDims(replay.model, options.tp);
   if (!dims.ok()) return dims.status();
   replay.dims = dims.value();
@@ -158,19 +158,23 @@ void AddOptions(CLI::App& command, CommandOptions& options) {
   std::string names;
   for (const auto& model : replay::Models()) names += " " + std::string(model.name);
   command.add_option("--model", options.model, "Attention shape:" + names)->capture_default_str();
-  command.add_option("--tp", options.tp, "Tensor-parallel ranks that share the heads")
-      ->capture_default_str();
+  command
+      .add_option("--tp", options.tp,
+                  "Tensor-parallel ranks that share the heads; default: 8, less for few heads")
+      ->check(positive);
   command.add_option("--backend", options.backend, "Back end; default: the best that works here");
   command.add_option("--kernel", options.backend_options.kernel, "Attention kernel to force");
   command
       .add_option("--threads", options.backend_options.num_threads, "Threads; default: all cores")
       ->check(positive);
-  command.add_option("--cache-format", options.cache_format,
-                     "bf16, fp16, fp32, fp8_e4m3, fp8_e4m3fnuz or fp8_ds_mla; default: the model's");
+  command.add_option(
+      "--cache-format", options.cache_format,
+      "bf16, fp16, fp32, fp8_e4m3, fp8_e4m3fnuz or fp8_ds_mla; default: the model's");
   command.add_option("--block-size", engine.block_size, "Tokens of a cache block; divides 512")
       ->capture_default_str();
-  command.add_option("--cache-tokens", options.cache_tokens,
-                     "Tokens that the cache holds; default: 262144, more for longer requests")
+  command
+      .add_option("--cache-tokens", options.cache_tokens,
+                  "Tokens that the cache holds; default: 262144, more for longer requests")
       ->check(positive);
   command.add_option("--token-budget", engine.token_budget, "Most query tokens of a step")
       ->check(CLI::Range(1, 65536))

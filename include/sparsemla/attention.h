@@ -16,7 +16,8 @@
 #include "sparsemla/status.h"
 #include "sparsemla/types.h"
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 // ---- indices -----------------------------------------------------------------------------------
 
@@ -160,3 +161,4 @@ Result<size_t> WorkspaceBytes(const Backend& backend, const PlanCapacity& capaci
                               int32_t topk_width = 0);
 
 }  // namespace sparsemla
+#pragma GCC visibility pop

@@ -13,7 +13,8 @@
 #include "sparsemla/status.h"
 #include "sparsemla/types.h"
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 struct AttentionParams;
 struct ConvertIndicesDenseParams;
@@ -98,3 +99,4 @@ Result<std::unique_ptr<Backend>> CreateBackend(std::string_view name,
 std::string_view Version();
 
 }  // namespace sparsemla
+#pragma GCC visibility pop

@@ -12,7 +12,8 @@
 #include "sparsemla/status.h"
 #include "sparsemla/types.h"
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 // Which rule cuts rows into work items. The values are part of the C ABI.
 enum class ScheduleKind : int32_t {
@@ -193,3 +194,4 @@ struct PlanCosts {
 PlanCosts ComputePlanCosts(const Plan& plan);
 
 }  // namespace sparsemla
+#pragma GCC visibility pop

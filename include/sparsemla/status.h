@@ -8,7 +8,8 @@
 #include <utility>
 #include <variant>
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 // The values are part of the C ABI (sparsemla.h) and never change.
 enum class StatusCode : int32_t {
@@ -60,3 +61,4 @@ class [[nodiscard]] Result {
 };
 
 }  // namespace sparsemla
+#pragma GCC visibility pop

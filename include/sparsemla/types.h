@@ -7,7 +7,8 @@
 #include <cstdint>
 #include <string_view>
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 // Element types of queries and outputs. The values are part of the C ABI.
 enum class DType : int32_t {
@@ -131,3 +132,4 @@ struct Stream {
 };
 
 }  // namespace sparsemla
+#pragma GCC visibility pop

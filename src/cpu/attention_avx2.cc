@@ -10,6 +10,7 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int kQkKeys = 6;
 constexpr int kQkVectors = 2;
+constexpr int kQkKeysOfOne = 12;
 constexpr int kPvHeads = 6;
 constexpr int kPvVectors = 2;
 #include "cpu/attention_vector.h"

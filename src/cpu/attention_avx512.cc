@@ -10,6 +10,7 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kQkKeys = 12;
 constexpr int kQkVectors = 2;
+constexpr int kQkKeysOfOne = 16;
 constexpr int kPvHeads = 6;
 constexpr int kPvVectors = 4;
 #include "cpu/attention_vector.h"

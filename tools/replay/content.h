@@ -1,6 +1,6 @@
-// Stands in for the model's weights: cache rows, queries and sinks of realistic magnitude, generated
-// from what they belong to. Equal content ids and positions give equal rows, so shared prefixes hold
-// what their sharers expect.
+// Stands in for the model's weights: cache rows, queries and sinks of realistic magnitude,
+// generated from what they belong to. Equal content ids and positions give equal rows, so shared
+// prefixes hold what their sharers expect.
 #pragma once
 
 #include <cstddef>

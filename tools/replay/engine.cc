@@ -87,8 +87,8 @@ int32_t Engine::QueryLength(const Request& request, int32_t budget) const {
 
 // Maps blocks for `num_tokens` tokens; all or nothing.
 bool Engine::Grow(Request& request, int32_t num_tokens) {
-  const int32_t missing = CeilDivide(num_tokens, options_.block_size) -
-                          static_cast<int32_t>(request.blocks.size());
+  const int32_t missing =
+      CeilDivide(num_tokens, options_.block_size) - static_cast<int32_t>(request.blocks.size());
   if (missing > pool_.num_available()) return false;
   for (int32_t i = 0; i < missing; ++i) request.blocks.push_back(pool_.Allocate());
   return true;
@@ -252,8 +252,7 @@ void Engine::Complete(const Step& step) {
       request.num_known += 1 + accepted;
     }
     finished_tokens_ += request.num_computed - before;
-    const int32_t full =
-        std::min(request.num_computed, request.input_length) / options_.block_size;
+    const int32_t full = std::min(request.num_computed, request.input_length) / options_.block_size;
     for (int32_t& b = request.num_published; b < full; ++b) {
       pool_.Publish(request.blocks[static_cast<size_t>(b)], BlockKey(request, b));
     }

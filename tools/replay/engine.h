@@ -1,6 +1,6 @@
-// The scheduler of an inference engine, driven by recorded traffic: continuous batching with chunked
-// prefill, shared prefixes, preemption and optional draft tokens. It yields, step by step, exactly
-// what an attention call needs to know. Nothing here computes or holds cache contents.
+// The scheduler of an inference engine, driven by recorded traffic: continuous batching with
+// chunked prefill, shared prefixes, preemption and optional draft tokens. It yields, step by step,
+// exactly what an attention call needs to know. Nothing here computes or holds cache contents.
 #pragma once
 
 #include <cstdint>

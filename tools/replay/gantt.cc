@@ -58,11 +58,10 @@ std::string Lane(const Plan& plan, size_t unit, double per_key, double y, double
     const bool last = i + 1 == lane.size() || KindOf(lane[i + 1], plan) != KindOf(item, plan);
     if (x - begin < kLeastBox && !last) continue;
     const std::string title =
-        items > 1 ? fmt::format("worker {}: {} short items up to row {}", unit, items,
-                                item.row_begin)
-                  : fmt::format("worker {}: row {}, {} keys{}", unit, item.row_begin,
-                                item.kv_end - item.kv_begin,
-                                item.partial_row < 0 ? "" : ", a piece");
+        items > 1
+            ? fmt::format("worker {}: {} short items up to row {}", unit, items, item.row_begin)
+            : fmt::format("worker {}: row {}, {} keys{}", unit, item.row_begin,
+                          item.kv_end - item.kv_begin, item.partial_row < 0 ? "" : ", a piece");
     svg += Box(begin, x, y, height, KindOf(item, plan), title);
     begin = x;
     items = 0;
@@ -95,16 +94,17 @@ std::string GanttFigure(const Plan& plan, std::string_view title, std::string_vi
   for (size_t lane = 0; lane < units.size(); ++lane) {
     const double y = kTop + pitch * static_cast<double>(lane);
     if (pitch > 9 || lane % 4 == 0) {
-      html += fmt::format("<text class=\"axis\" x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>",
-                          kLeft - 6, y + std::min(pitch, 14.0) - 1, units[lane]);
+      html +=
+          fmt::format("<text class=\"axis\" x=\"{}\" y=\"{:.1f}\" text-anchor=\"end\">{}</text>",
+                      kLeft - 6, y + std::min(pitch, 14.0) - 1, units[lane]);
     }
     html += Lane(plan, units[lane], per_key, y, pitch - 2);
   }
   for (int part = 0; part <= 4; ++part) {
     const double x = kLeft + (kWidth - kLeft - kRight) * part / 4;
-    html += fmt::format(
-        "<text class=\"axis\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>", x,
-        bottom + 16, part == 4 ? "end" : "middle", longest * part / 4);
+    html +=
+        fmt::format("<text class=\"axis\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"{}\">{}</text>",
+                    x, bottom + 16, part == 4 ? "end" : "middle", longest * part / 4);
   }
   html += fmt::format(
       "<text class=\"axis\" x=\"{:.1f}\" y=\"{:.1f}\" text-anchor=\"middle\">keys</text>"

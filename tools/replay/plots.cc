@@ -26,8 +26,9 @@ std::string Text(double x, double y, std::string_view anchor, std::string_view t
 }
 
 std::string GridLine(double x1, double y1, double x2, double y2) {
-  return fmt::format("<line class=\"grid\" x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\"/>",
-                     x1, y1, x2, y2);
+  return fmt::format(
+      "<line class=\"grid\" x1=\"{:.1f}\" y1=\"{:.1f}\" x2=\"{:.1f}\" y2=\"{:.1f}\"/>", x1, y1, x2,
+      y2);
 }
 
 // "12k", "3.5M": ticks of large counts stay short.
@@ -95,8 +96,7 @@ struct Drawing {
   explicit Drawing(const Chart& c) : chart(c) {
     const size_t count = c.series.empty() ? 0 : c.series.front().values.size();
     num_values = count;
-    per_bin = c.categories.empty() ? (count + kMaxBins - 1) / kMaxBins : 1;
-    per_bin = std::max<size_t>(per_bin, 1);
+    per_bin = c.categories.empty() ? StepsPerBin(count) : 1;
     for (const Series& s : c.series) bins.push_back(Binned(s.values, per_bin));
     num_bins = bins.empty() ? 0 : bins.front().size();
     bin_width = kPlotWidth / static_cast<double>(std::max<size_t>(num_bins, 1));
@@ -139,8 +139,8 @@ std::string Bars(const Drawing& drawing, const Scale& scale) {
   std::string svg;
   const bool stacked = drawing.chart.kind == ChartKind::kStackedBars;
   const double gap = drawing.bin_width > 8 ? drawing.bin_width * 0.15 : 0.0;
-  const double width = (drawing.bin_width - gap) /
-                       static_cast<double>(stacked ? 1 : drawing.bins.size());
+  const double width =
+      (drawing.bin_width - gap) / static_cast<double>(stacked ? 1 : drawing.bins.size());
   for (size_t b = 0; b < drawing.num_bins; ++b) {
     double below = 0;
     for (size_t s = 0; s < drawing.bins.size(); ++s) {
@@ -191,7 +191,8 @@ std::string HoverData(const Drawing& drawing) {
   nlohmann::ordered_json series = nlohmann::json::array();
   for (size_t s = 0; s < drawing.bins.size(); ++s) {
     nlohmann::json values = nlohmann::json::array();
-    for (const double value : drawing.bins[s]) values.push_back(std::stod(fmt::format("{:.4g}", value)));
+    for (const double value : drawing.bins[s])
+      values.push_back(std::stod(fmt::format("{:.4g}", value)));
     series.push_back({drawing.chart.series[s].name, values});
   }
   const nlohmann::ordered_json data = {{"left", kLeft},
@@ -241,15 +242,17 @@ std::string EscapeHtml(std::string_view text) {
   return escaped;
 }
 
+size_t StepsPerBin(size_t num_steps) {
+  return std::max<size_t>((num_steps + kMaxBins - 1) / kMaxBins, 1);
+}
+
 std::string ChartFigure(const Chart& chart) {
   const Drawing drawing(chart);
   const Scale scale = ScaleOf(drawing);
-  std::string note = chart.note;
-  if (drawing.per_bin > 1) note += fmt::format(" Drawn as means of {} steps.", drawing.per_bin);
   std::string html = fmt::format(
       "<figure><h3>{}</h3><p>{}</p><div class=\"legend\">{}</div>"
       "<svg viewBox=\"0 0 {:g} {:g}\" role=\"img\" aria-label=\"{}\" data-chart=\"{}\">",
-      EscapeHtml(chart.title), EscapeHtml(note), Legend(chart), kWidth, kHeight,
+      EscapeHtml(chart.title), EscapeHtml(chart.note), Legend(chart), kWidth, kHeight,
       EscapeHtml(chart.title), HoverData(drawing));
   html += scale.Axis();
   html += chart.kind == ChartKind::kLines ? Lines(drawing, scale) : Bars(drawing, scale);

@@ -1,6 +1,6 @@
 // Charts of the report as inline SVG. Colours and text styles come from the page's style sheet
-// (classes s0..s3, axis, grid), so that they follow its light or dark theme; the page's script shows
-// the values under the pointer from the data attribute of each chart.
+// (classes s0..s3, axis, grid), so that they follow its light or dark theme; the page's script
+// shows the values under the pointer from the data attribute of each chart.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +30,10 @@ struct Chart {
   std::vector<std::string> categories;  // names of the x positions; empty: they are steps
 };
 
-// A <figure> with title, legend, note and drawing. Many steps are drawn as means of neighbours.
+// Neighbouring steps that charts show as one mean, so that each has its pixels.
+size_t StepsPerBin(size_t num_steps);
+
+// A <figure> with title, legend, note and drawing.
 std::string ChartFigure(const Chart& chart);
 
 // The work items of every worker from left to right, to scale in keys. `note` says what it is.

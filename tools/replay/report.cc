@@ -42,6 +42,7 @@ tr:first-child>*{border-top:0}
 th{font-weight:500;color:var(--dim);white-space:nowrap}td.n,th.n{text-align:right}
 svg{display:block;width:100%;height:auto}
 svg text{font:12px system-ui,sans-serif}.axis{fill:var(--dim)}.grid{stroke:var(--line)}
+rect{shape-rendering:crispEdges}
 .s0,.g0{fill:var(--c0)}.s1,.g1{fill:var(--c1)}.s2{fill:var(--c2)}.s3{fill:var(--c3)}
 .g2{fill:var(--c0);fill-opacity:.5}.g3{fill:var(--c1);fill-opacity:.5}
 .g0,.g1,.g2,.g3{stroke:var(--card);stroke-width:.6}
@@ -91,8 +92,8 @@ std::string Card(std::string_view value, std::string_view name, bool bad = false
 std::string Cards(const ReplayResult& result, const ReplayTotals& totals) {
   const auto percent = [](double share) { return fmt::format("{:.1f} %", 100 * share); };
   std::string html = "<div class=\"cards\">\n";
-  html += Card(fmt::format("{} of {}", result.num_finished, result.num_requests),
-               "requests finished");
+  html +=
+      Card(fmt::format("{} of {}", result.num_finished, result.num_requests), "requests finished");
   html += Card(fmt::format("{}", totals.tokens()),
                fmt::format("rows computed: {} decode, {} prefill", totals.decode_tokens,
                            totals.prefill_tokens));
@@ -125,20 +126,21 @@ std::string Tables(const ReplayResult& result, const ReplayTotals& totals,
   for (const auto& [name, value] : description) {
     html += fmt::format("<tr><th>{}</th><td>{}</td></tr>", EscapeHtml(name), EscapeHtml(value));
   }
-  html += "</table><table><tr><th>stage</th><th class=\"n\">total</th><th class=\"n\">median step"
-          "</th><th class=\"n\">p90 step</th><th class=\"n\">share</th></tr>";
+  html +=
+      "</table><table><tr><th>stage</th><th class=\"n\">total</th><th class=\"n\">median step"
+      "</th><th class=\"n\">p90 step</th><th class=\"n\">share</th></tr>";
   const auto row = [](std::string_view name, double total, std::string_view rest) {
     return fmt::format("<tr><td>{}</td><td class=\"n\">{}</td>{}</tr>", name, SecondsText(total),
                        rest);
   };
   for (size_t stage = 0; stage < kNumStages; ++stage) {
     const double whole = std::max(totals.stage_seconds(), 1e-12);
-    html += row(kStageNames[stage], totals.seconds[stage],
-                fmt::format("<td class=\"n\">{}</td><td class=\"n\">{}</td>"
-                            "<td class=\"n\">{:.1f} %</td>",
-                            SecondsText(totals.median_seconds[stage]),
-                            SecondsText(totals.p90_seconds[stage]),
-                            100 * totals.seconds[stage] / whole));
+    html += row(
+        kStageNames[stage], totals.seconds[stage],
+        fmt::format("<td class=\"n\">{}</td><td class=\"n\">{}</td>"
+                    "<td class=\"n\">{:.1f} %</td>",
+                    SecondsText(totals.median_seconds[stage]),
+                    SecondsText(totals.p90_seconds[stage]), 100 * totals.seconds[stage] / whole));
   }
   constexpr std::string_view kOutside = "<td colspan=\"3\">not part of the stages</td>";
   html += row("simulated model", result.generation_seconds, kOutside);
@@ -297,15 +299,19 @@ Result<std::string> ReportHtml(const ReplayResult& result, const RunDescription&
                                const ReplayOptions& options, const Backend& backend) {
   const ReplayTotals totals = Summarise(result);
   std::string html(kHead);
-  html += "<h1>Replay of serving traffic</h1><p>sparsemla " + std::string(Version()) +
-          ": every step planned, converted, attended and merged. Cache contents and selections are "
-          "generated; everything else is real.</p>\n";
+  html +=
+      "<h1>Replay of serving traffic</h1><p>sparsemla " + std::string(Version()) +
+      ": recorded requests on a simulated clock; every step is planned, converted, attended and "
+      "merged. Cache contents, queries and selections are generated.</p>\n";
   html += Cards(result, totals);
   html += Tables(result, totals, description);
-  html += "<h2>Step by step</h2><div class=\"grid2\">\n";
-  for (const auto& chart : {BatchChart(result), TimeChart(result), SpeedChart(result),
-                            ImbalanceChart(result), ContextChart(result), QueueChart(result),
-                            CacheChart(result), PrefixChart(result)}) {
+  const size_t per_bin = StepsPerBin(result.steps.size());
+  html += fmt::format(
+      "<h2>Step by step</h2>{}<div class=\"grid2\">\n",
+      per_bin > 1 ? fmt::format("<p>Each mark is the mean of {} steps.</p>", per_bin) : "");
+  for (const auto& chart :
+       {BatchChart(result), TimeChart(result), SpeedChart(result), ImbalanceChart(result),
+        ContextChart(result), QueueChart(result), CacheChart(result), PrefixChart(result)}) {
     html += ChartFigure(chart);
   }
   html += "</div>\n<h2>Plans</h2>\n";

@@ -31,10 +31,10 @@ struct StepRecord {
   int32_t blocks_referenced = 0;
   int32_t blocks_idle = 0;
   bool plan_reused = false;
-  double imbalance = 0;                                // PlanCosts::imbalance
-  std::array<double, kNumStages> stage_seconds = {};   // all layers together
-  double flop = 0;                                     // of all layers
-  double unique_bytes = 0;                             // of all layers; see CountUniqueBytes
+  double imbalance = 0;                               // PlanCosts::imbalance
+  std::array<double, kNumStages> stage_seconds = {};  // all layers together
+  double flop = 0;                                    // of all layers
+  double unique_bytes = 0;                            // of all layers; see CountUniqueBytes
 
   double seconds(Stage stage) const { return stage_seconds[static_cast<size_t>(stage)]; }
   double total_seconds() const;

@@ -139,8 +139,8 @@ SparseMlaParams Runner::Params(const Step& step) const {
   const int64_t num_tokens = step.num_tokens();
   const int64_t heads = options_.dims.num_heads;
   SparseMlaParams params;
-  params.topk_indices = View<const int32_t, 2>::Contiguous(
-      memory_.topk_indices.data(), {num_tokens, options_.model.topk_width});
+  params.topk_indices = View<const int32_t, 2>::Contiguous(memory_.topk_indices.data(),
+                                                           {num_tokens, options_.model.topk_width});
   params.block_table = {.blocks = View<const int32_t, 2>::Contiguous(
                             step.block_table.data(), {step.num_reqs(), step.max_blocks}),
                         .block_size = engine.block_size,
@@ -329,8 +329,8 @@ PlanParams PlanParamsOf(const ReplayOptions& options, const std::vector<int32_t>
 Result<ReplayResult> RunReplay(const std::vector<TrafficRequest>& traffic,
                                const ReplayOptions& options, const Backend& backend,
                                const std::function<void(const ReplayProgress&)>& progress) {
-  const std::string reason = backend.UnsupportedReason(
-      {.dims = options.dims, .cache_format = options.cache_format});
+  const std::string reason =
+      backend.UnsupportedReason({.dims = options.dims, .cache_format = options.cache_format});
   SPARSEMLA_CHECK(reason.empty(), StatusCode::kUnsupported, backend.name(), ": ", reason);
   auto engine = Engine::Create(traffic, options.engine);
   if (!engine.ok()) return engine.status();

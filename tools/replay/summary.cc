@@ -40,7 +40,7 @@ std::string SecondsText(double seconds) {
   const auto text = [](double value, const char* unit) {
     return fmt::format("{:.{}f} {}", value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0, unit);
   };
-  if (magnitude < 1e-3) return text(seconds * 1e6, "us");
+  if (magnitude < 1e-3) return text(seconds * 1e6, "µs");
   if (magnitude < 1) return text(seconds * 1e3, "ms");
   return text(seconds, "s");
 }
@@ -57,11 +57,11 @@ RunDescription Describe(const std::string& trace, int32_t tp, const ReplayOption
                             options.model.sinks ? ", sinks" : "")},
       {"cache", fmt::format("{}, {} blocks of {} tokens", CacheFormatName(options.cache_format),
                             engine.num_blocks - 1, engine.block_size)},
-      {"engine", fmt::format("{} tokens a step, {} requests at a time, {} drafts, {} ms a step",
-                             engine.token_budget, engine.max_num_seqs, engine.draft_tokens,
-                             engine.step_ms)},
-      {"back end", fmt::format("{}{}: {}", backend.name(), KernelName(backend),
-                               backend.device().name)},
+      {"engine",
+       fmt::format("{} tokens a step, {} requests at a time, {} drafts, {} ms a step",
+                   engine.token_budget, engine.max_num_seqs, engine.draft_tokens, engine.step_ms)},
+      {"back end",
+       fmt::format("{}{}: {}", backend.name(), KernelName(backend), backend.device().name)},
       {"plan", fmt::format("{} schedule for {} workers, used by {} of {} layers",
                            options.schedule == ScheduleKind::kAiter ? "aiter" : "balanced",
                            backend.device().num_compute_units, options.num_layers,
@@ -82,31 +82,31 @@ std::string SummaryTable(const ReplayResult& result, const RunDescription& descr
                                      totals.decode_tokens, totals.prefill_tokens));
   text += Line("prefix hits", fmt::format("{:.1f} % of {} admitted prompt tokens",
                                           100 * totals.hit_rate(), totals.admitted_tokens));
-  text += Line("plan reuse", fmt::format("{:.1f} % of the steps",
-                                         100 * Share(static_cast<double>(totals.plans_reused),
-                                                     num_steps)));
+  text += Line("plan reuse",
+               fmt::format("{:.1f} % of the steps",
+                           100 * Share(static_cast<double>(totals.plans_reused), num_steps)));
   text += Line("imbalance", fmt::format("mean {:.1f} %, max {:.1f} % over the lower bound",
                                         100 * totals.mean_imbalance, 100 * totals.max_imbalance));
   text += Line("pieces", PiecesText(result));
   text += fmt::format("\n{:<15} {:>12} {:>12} {:>12} {:>8}\n", "stage", "total", "median step",
                       "p90 step", "share");
   for (size_t stage = 0; stage < kNumStages; ++stage) {
-    text += fmt::format("{:<15} {:>12} {:>12} {:>12} {:>6.1f} %\n", kStageNames[stage],
-                        SecondsText(totals.seconds[stage]),
-                        SecondsText(totals.median_seconds[stage]),
-                        SecondsText(totals.p90_seconds[stage]),
-                        100 * Share(totals.seconds[stage], totals.stage_seconds()));
+    text +=
+        fmt::format("{:<15} {:>12} {:>12} {:>12} {:>6.1f} %\n", kStageNames[stage],
+                    SecondsText(totals.seconds[stage]), SecondsText(totals.median_seconds[stage]),
+                    SecondsText(totals.p90_seconds[stage]),
+                    100 * Share(totals.seconds[stage], totals.stage_seconds()));
   }
   text += Line("", "");
   text += Line("attention", fmt::format("{:.1f} GFLOP/s, {:.2f} GB/s of unique bytes",
                                         totals.gflops(), totals.gigabytes_per_second()));
-  text += Line("wall clock", fmt::format("{}: stages {}, simulated model {}, checks {}",
-                                         SecondsText(result.wall_seconds),
-                                         SecondsText(totals.stage_seconds()),
-                                         SecondsText(result.generation_seconds),
-                                         SecondsText(result.check_seconds)));
-  text += Line("overlap", fmt::format("{:.1f} % between neighbouring selections",
-                                      100 * result.mean_overlap));
+  text +=
+      Line("wall clock",
+           fmt::format("{}: stages {}, simulated model {}, checks {}",
+                       SecondsText(result.wall_seconds), SecondsText(totals.stage_seconds()),
+                       SecondsText(result.generation_seconds), SecondsText(result.check_seconds)));
+  text += Line("overlap",
+               fmt::format("{:.1f} % between neighbouring selections", 100 * result.mean_overlap));
   text += Line("peak memory", fmt::format("{:.0f} MiB, of which cache {:.0f} MiB",
                                           static_cast<double>(result.peak_memory_bytes) / 0x1p20,
                                           static_cast<double>(result.cache_bytes) / 0x1p20));

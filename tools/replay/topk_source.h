@@ -1,6 +1,6 @@
 // Stands in for the indexer: which earlier tokens every query selects. What matters to attention is
-// kept as in real models: rows are unsorted, neighbouring queries share most of their selection, the
-// first tokens, the newest ones and some heavy hitters are always in it, and a row with fewer
+// kept as in real models: rows are unsorted, neighbouring queries share most of their selection,
+// the first tokens, the newest ones and some heavy hitters are always in it, and a row with fewer
 // visible tokens than columns ends in -1.
 #pragma once
 

@@ -1,7 +1,6 @@
 #include "tools/replay/traffic.h"
 
 #include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "core/require.h"
@@ -90,7 +89,11 @@ Result<std::vector<TrafficRequest>> ParseTraffic(std::string_view text, int64_t 
 Result<std::vector<TrafficRequest>> LoadTraffic(const std::string& path, int64_t max_requests) {
   std::ifstream file(path, std::ios::binary);
   SPARSEMLA_REQUIRE(file.is_open(), path, ": cannot open");
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  std::string text;
+  std::vector<char> part(size_t{1} << 16);
+  while (file.read(part.data(), static_cast<std::streamsize>(part.size())) || file.gcount() > 0) {
+    text.append(part.data(), static_cast<size_t>(file.gcount()));
+  }
   SPARSEMLA_REQUIRE(!file.bad(), path, ": cannot read");
   auto requests = ParseTraffic(text, max_requests);
   if (!requests.ok()) return trace::AtPath(path, requests.status());
