@@ -2,7 +2,10 @@
 # build/release, run. A second run needs no network.
 
 BUILD := build/release
-CMAKE := $(if $(wildcard /usr/bin/cmake),/usr/bin/cmake,cmake)
+# The packaged CMake where there are several.
+BIN := $(if $(wildcard /usr/bin/cmake),/usr/bin/)
+CMAKE := $(BIN)cmake
+CTEST := $(BIN)ctest
 PREFIX ?= /usr/local
 REPLAY := replay examples/mooncake_conversation.jsonl --requests 36 --report report.html
 
@@ -14,14 +17,14 @@ demo: configure
 
 test: configure
 	ninja -C $(BUILD)
-	cd $(BUILD) && ctest --output-on-failure --parallel 2
+	$(CTEST) --test-dir $(BUILD) --output-on-failure --parallel 2
 
 bench: configure
 	ninja -C $(BUILD) sparsemla_bench
 	$(BUILD)/bench/sparsemla_bench
 
 install: configure
-	ninja -C $(BUILD)
+	ninja -C $(BUILD) sparsemla sparsemla_cli
 	$(CMAKE) --install $(BUILD) --prefix $(PREFIX)
 
 format:

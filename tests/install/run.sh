@@ -7,6 +7,7 @@ shift 3
 source=$(cd "$(dirname "$0")" && pwd)
 rm -rf "$work"
 "$cmake" --install "$build" --prefix "$work/prefix" >/dev/null
+[[ ! -x $work/prefix/bin/sparsemla ]] || "$work/prefix/bin/sparsemla" info  # finds its library
 "$cmake" -S "$source" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
   -DCMAKE_PREFIX_PATH="$work/prefix" "$@"
 "$cmake" --build "$work/build"
