@@ -280,6 +280,31 @@ TEST_P(AttentionShapes, ANanInASelectedRowIsSeenInThatTokenAlone) {
   EXPECT_EQ(Mismatch(backend(), attention), "");
 }
 
+// N12: a logit of -inf weighs nothing, but 0 * inf is NaN in the value's column; one of +inf makes
+// the whole head NaN.
+TEST_P(AttentionShapes, AnInfinityInASelectedRowBehavesAsArithmeticSays) {
+  const bool has_infinity = format() == CacheFormat::kFloat32 ||
+                            format() == CacheFormat::kBFloat16 || format() == CacheFormat::kFloat16;
+  if (!has_infinity) return;  // e4m3 has none
+  AttentionSpec spec = ForFormat({.row_lengths = {5, 40, 5}}, format());
+  AttentionCase attention(spec);
+  const int32_t slot = attention.live_slots[0];
+  for (auto& row : attention.rows) {
+    std::ranges::replace(row, slot, attention.live_slots[1]);
+  }
+  attention.rows[1][20] = slot;
+  const size_t element = format() == CacheFormat::kFloat32 ? 4 : 2;
+  std::byte* const column = attention.Slot(slot) + 3 * element;
+  if (format() == CacheFormat::kFloat32) {
+    const float infinity = INFINITY;
+    std::memcpy(column, &infinity, sizeof(infinity));
+  } else {
+    const uint16_t infinity = format() == CacheFormat::kBFloat16 ? 0x7F80 : 0x7C00;
+    std::memcpy(column, &infinity, sizeof(infinity));
+  }
+  EXPECT_EQ(Mismatch(backend(), attention), "");
+}
+
 // N11, N12.
 TEST_P(AttentionShapes, ANanInAQueryHeadIsSeenInThatHeadAlone) {
   AttentionSpec spec = ForFormat({.row_lengths = {9, 20}}, format());

@@ -205,14 +205,19 @@ TEST_P(MergeTest, TheMapChoosesThePartials) {
 // A group may cover several rows: partial p + i belongs to the range's i-th row.
 TEST_P(MergeTest, AGroupOfSeveralRowsMergesRowByRow) {
   MergeCase input;
-  for (const float value : {1.0f, 10.0f, 3.0f, 30.0f}) input.AddPartial(0.0f, value);
+  input.AddPartial(0.0f, 1.0f);
+  input.AddPartial(800.0f, 10.0f);
+  input.AddPartial(std::log(3.0f), 3.0f);
+  input.AddPartial(800.0f, 30.0f);
   input.partial_map = {0, 2};
   input.indptr = {0, 2};
   input.final_map = {{1, 3}};
   const Outputs got = MergeInto(backend(), input, 3);
   EXPECT_TRUE(got.RowUntouched(0));
-  EXPECT_NEAR(OutAt(got, 1, 0, 0), 2.0f, 1e-6f);
+  EXPECT_NEAR(OutAt(got, 1, 0, 0), 2.5f, 1e-6f);
   EXPECT_NEAR(OutAt(got, 2, 0, 0), 20.0f, 1e-5f);
+  EXPECT_NEAR(got.lse()(1, 0), std::log(4.0f), 1e-6f);
+  EXPECT_NEAR(got.lse()(2, 0), 800.0f + std::log(2.0f), 1e-4f);
 }
 
 // Virtual rows of 2 heads: virtual row v is row v / fold, heads v % fold * 2 and the next.
