@@ -128,7 +128,7 @@ INSTANTIATE_TEST_SUITE_P(All, AttentionBatches, EveryKernel(), KernelName);
 
 // A12: a launch dimension of 16 bits.
 TEST_P(AttentionBatches, MoreThan65536RowsMatchTheReference) {
-  for (const size_t num_rows : {65536, 65537}) {
+  for (const size_t num_rows : {size_t{65536}, size_t{65537}}) {
     AttentionSpec spec = {.dims = {.num_heads = 1, .kv_lora_rank = 4, .qk_rope_head_dim = 2}};
     spec.row_lengths.assign(num_rows, 1);
     spec.row_lengths.back() = 3;

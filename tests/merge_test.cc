@@ -83,7 +83,7 @@ TEST_P(MergeTest, EmptyPartialsMakeAnEmptyRow) {
 TEST_P(MergeTest, OneLivePartialAmongEmptyOnesIsReturnedExactly) {
   for (const float mark : {-kInf, kInf}) {
     for (const float dead_value : {0.0f, kNan, kInf, 1e38f}) {
-      for (const size_t live : {0, 1, 3}) {
+      for (const size_t live : {size_t{0}, size_t{1}, size_t{3}}) {
         MergeCase input;
         for (size_t p = 0; p < 4; ++p) {
           input.AddPartial(p == live ? 0.0f : mark, p == live ? 0.7f : dead_value);

@@ -27,8 +27,8 @@ struct KernelUnderTest {
   std::string unavailable_reason;  // empty: this machine runs it
 
   std::string name() const { return backend + "_" + kernel; }
-  friend void PrintTo(const KernelUnderTest& kernel, std::ostream* stream) {
-    *stream << kernel.name();
+  friend void PrintTo(const KernelUnderTest& tested, std::ostream* stream) {
+    *stream << tested.name();
   }
 };
 std::vector<KernelUnderTest> AllKernels();
