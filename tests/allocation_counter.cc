@@ -14,9 +14,13 @@ int64_t NumAllocations() {
 }
 }  // namespace sparsemla
 
-void* operator new(size_t bytes) {
+// Every form that ends in the delete below is replaced: sanitizers replace what is left out.
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
   num_allocations.fetch_add(1, std::memory_order_relaxed);
-  if (void* const memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
+  return std::malloc(bytes == 0 ? 1 : bytes);
+}
+void* operator new(size_t bytes) {
+  if (void* const memory = operator new(bytes, std::nothrow)) return memory;
   throw std::bad_alloc();
 }
 void operator delete(void* memory) noexcept {

@@ -2,7 +2,7 @@
 # Installs a build tree into an empty folder, builds the consumer against it and runs it.
 # usage: run.sh BUILD_DIR WORK_DIR CMAKE [CMAKE_ARGUMENT...]
 set -euo pipefail
-build=$1 work=$2 cmake=$3
+build=$1 work=$(realpath -m "$2") cmake=$3
 shift 3
 source=$(cd "$(dirname "$0")" && pwd)
 rm -rf "$work"
