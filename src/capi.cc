@@ -360,6 +360,7 @@ sparsemla_status sparsemla_merge(const sparsemla_backend* backend,
     SPARSEMLA_RETURN_IF_ERROR(ReadTensor("out", in.out, cpp.out));
     SPARSEMLA_RETURN_IF_ERROR(ReadTensor("lse", in.lse, cpp.lse));
     SPARSEMLA_RETURN_IF_ERROR(ReadSinks(in.sinks, cpp.out.shape[1], cpp.sinks));
+    cpp.write_empty_rows = in.write_empty_rows != 0;
     return Merge(*backend->backend, cpp, {stream});
   });
 }

@@ -341,7 +341,8 @@ Status RunAttention(const Backend& backend, const AttentionCase& attention,
   SPARSEMLA_RETURN_IF_ERROR(Merge(backend, {.partials = PlanPartials(plan, scratch.workspace()),
                                             .sinks = params.sinks,
                                             .out = params.out,
-                                            .lse = params.lse}));
+                                            .lse = params.lse,
+                                            .write_empty_rows = params.write_empty_rows}));
   SPARSEMLA_CHECK(scratch.GuardIntact(), StatusCode::kInternal, "written behind the workspace");
   SPARSEMLA_CHECK(outputs.UntouchedFrom(attention.num_tokens()), StatusCode::kInternal,
                   "written outside the rows of the outputs");

@@ -132,6 +132,7 @@ struct MergeParams {
   std::span<const float> sinks = {};  // [num_heads], added once here; empty: none
   Tensor<3> out = {};                 // [rows, num_heads, kv_lora_rank] bf16, fp16 or fp32
   View<float, 2> lse = {};            // [rows, num_heads]; may be empty
+  bool write_empty_rows = true;       // false: heads without a live partial are left as they are
 };
 
 // Merges each group of partials into its row: lse = log sum exp(lse_p), out = sum exp(lse_p - lse)

@@ -59,6 +59,7 @@ void MergeHead(const MergeParams& params, const Group& group, int64_t head, int6
                int64_t model_head) {
   const Partials& partials = params.partials;
   const GroupState state = SumGroup(partials, group, head);
+  if (state.sum == 0.0f && !params.write_empty_rows) return;
   const float lse = state.lse();
   float total = lse;
   float factor = state.sum == 0.0f ? 0.0f : 1.0f / state.sum;
