@@ -291,6 +291,8 @@ TEST(EngineTest, RunsOutOfBlocksPreemptsTheYoungestAndStillFinishesAll) {
   for (int i = 0; i < 6; ++i) traffic.push_back(MakeRequest(0, 400, 300, 10 * i));
   const EngineRun run(traffic, {.block_size = 16, .num_blocks = 100, .token_budget = 512});
   EXPECT_GT(run.NumPreempted(), 0);
+  EXPECT_EQ(run.Sum(&Step::admitted_tokens), 6 * 400);  // each request counts once
+  EXPECT_EQ(run.Sum(&Step::hit_tokens), 0);
 }
 
 TEST(EngineTest, SplitsLongPromptsAndServesDecodesBeside) {

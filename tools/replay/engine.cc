@@ -140,6 +140,7 @@ int32_t Engine::ScheduleRunning(Step& step) {
       ReleaseBlocks(At(victim));
       finished_tokens_ -= At(victim).num_computed;
       At(victim).num_computed = 0;
+      At(victim).preempted = true;
       waiting_.push_front(victim);
       ++step.num_preempted;
       if (victim == id) break;
@@ -168,8 +169,10 @@ void Engine::Admit(Step& step, int32_t budget) {
     waiting_.pop_front();
     running_.push_back(id);
     finished_tokens_ += hit_tokens;
-    step.admitted_tokens += request.num_known;
-    step.hit_tokens += hit_tokens;
+    if (!request.preempted) {  // finding one's own blocks again is no shared prefix
+      step.admitted_tokens += request.input_length;
+      step.hit_tokens += hit_tokens;
+    }
     AddToStep(step, id, query_len);
     budget -= query_len;
   }

@@ -38,7 +38,7 @@ struct Step {
   int32_t num_running = 0;
   int32_t num_waiting = 0;  // arrived, not running
   int32_t num_preempted = 0;
-  int64_t admitted_tokens = 0;  // prompt tokens of the requests that were admitted
+  int64_t admitted_tokens = 0;  // prompt tokens of the requests admitted for the first time
   int64_t hit_tokens = 0;       // of these, found in the cache
   int32_t blocks_referenced = 0;
   int32_t blocks_idle = 0;  // unreferenced, kept for prefix hits
@@ -85,6 +85,7 @@ class Engine {
     int32_t num_computed = 0;   // tokens with a valid cache row
     int32_t num_known = 0;      // prompt and sampled tokens
     int32_t num_published = 0;  // blocks
+    bool preempted = false;     // at least once
   };
 
   explicit Engine(const EngineOptions& options) : options_(options), pool_(options.num_blocks) {}

@@ -144,7 +144,7 @@ std::string Tables(const ReplayResult& result, const ReplayTotals& totals,
   }
   constexpr std::string_view kOutside = "<td colspan=\"3\">not part of the stages</td>";
   html += row("simulated model", result.generation_seconds, kOutside);
-  html += row("checks", result.check_seconds, kOutside);
+  if (result.checked_rows > 0) html += row("checks", result.check_seconds, kOutside);
   html += row("wall clock", result.wall_seconds, "<td colspan=\"3\"></td>");
   return html + "</table></div>\n";
 }
@@ -158,14 +158,15 @@ Series SeriesOf(const ReplayResult& result, std::string name, const StepValue& v
 }
 
 Chart BatchChart(const ReplayResult& r) {
-  return {.title = "Batch composition",
-          .note = "Query tokens that each step computed.",
-          .kind = ChartKind::kStackedBars,
-          .x_label = "step",
-          .y_label = "tokens",
-          .series = {SeriesOf(r, "decode", [](auto& s) { return double(s.decode_tokens); }),
-                     SeriesOf(r, "prefill", [](auto& s) { return double(s.prefill_tokens); })},
-          .categories = {}};
+  return {
+      .title = "Batch composition",
+      .note = "Query tokens that each step computed; a decoding request adds one, and its drafts.",
+      .kind = ChartKind::kStackedBars,
+      .x_label = "step",
+      .y_label = "tokens",
+      .series = {SeriesOf(r, "decode", [](auto& s) { return double(s.decode_tokens); }),
+                 SeriesOf(r, "prefill", [](auto& s) { return double(s.prefill_tokens); })},
+      .categories = {}};
 }
 
 Chart TimeChart(const ReplayResult& r) {
