@@ -51,6 +51,7 @@ Status CheckView(std::string_view name, const View<T, Rank>& view) {
 template <typename Pointer>
 Status CheckTensor(std::string_view name, const BasicTensor<Pointer, 3>& tensor) {
   SPARSEMLA_RETURN_IF_ERROR(CheckArray<3>(name, tensor, DTypeBytes(tensor.dtype)));
+  if (IsEmptyShape(tensor)) return {};
   SPARSEMLA_REQUIRE(tensor.shape[2] <= 1 || tensor.strides[2] == 1, name, " has innermost stride ",
                     tensor.strides[2], "; it must be 1");
   return {};
@@ -59,6 +60,7 @@ Status CheckTensor(std::string_view name, const BasicTensor<Pointer, 3>& tensor)
 // Written arrays: two elements must not share a place.
 template <typename Array>
 Status CheckNoOverlap(std::string_view name, const Array& array, int64_t inner_extent) {
+  if (IsEmptyShape(array)) return {};
   for (size_t d = 0; d < 2; ++d) {
     SPARSEMLA_REQUIRE(array.shape[d] <= 1 || array.strides[d] >= inner_extent, name, " has stride ",
                       array.strides[d], " in dimension ", d,
@@ -278,8 +280,8 @@ Status ValidateWorkspace(Workspace workspace, size_t needed) {
   if (needed == 0) return {};
   SPARSEMLA_REQUIRE(reinterpret_cast<uintptr_t>(workspace.data) % Arena::kAlignment == 0,
                     "the workspace is not aligned to ", Arena::kAlignment, " bytes");
-  SPARSEMLA_CHECK(workspace.data != nullptr && workspace.bytes >= needed,
-                  StatusCode::kResourceExhausted, "the workspace has ", workspace.bytes,
+  const size_t bytes = workspace.data == nullptr ? 0 : workspace.bytes;
+  SPARSEMLA_CHECK(bytes >= needed, StatusCode::kResourceExhausted, "the workspace has ", bytes,
                   " bytes; the plan's capacity needs ", needed);
   return {};
 }

@@ -56,7 +56,8 @@ class RowConverter {
   }
 
   // Converts `count` positions that are `stride` apart; returns how many name a row.
-  int32_t Convert(const int32_t* positions, int64_t stride, int64_t count, int32_t* slots) const {
+  int32_t Convert(const int32_t* positions, int64_t stride, int64_t count, int32_t* slots,
+                  int64_t slots_stride) const {
     int32_t num_valid = 0;
     for (int64_t c = 0; c < count; ++c) {
       const int32_t position = positions[c * stride];
@@ -68,7 +69,7 @@ class RowConverter {
           ++num_valid;
         }
       }
-      slots[c] = static_cast<int32_t>(slot);
+      slots[c * slots_stride] = static_cast<int32_t>(slot);
     }
     return num_valid;
   }
@@ -130,7 +131,7 @@ void ConvertIndices(const ConvertIndicesParams& params, const Executor& executor
       int32_t* const slots = params.kv_indices.data() + params.kv_indptr[t];
       const RowConverter converter(params.block_table, split, params.req_id_per_token[t],
                                    params.invalid_slot);
-      converter.Convert(RowOf(topk, row), topk.strides[1], count, slots);
+      converter.Convert(RowOf(topk, row), topk.strides[1], count, slots, 1);
       std::fill(slots + count, slots + length, params.invalid_slot);
     });
   });
@@ -145,8 +146,9 @@ void ConvertIndicesDense(const ConvertIndicesDenseParams& params, const Executor
       const auto t = static_cast<size_t>(row);
       const RowConverter converter(params.block_table, split, params.req_id_per_token[t],
                                    params.invalid_slot);
-      const int32_t num_valid = converter.Convert(RowOf(topk, row), topk.strides[1], topk.shape[1],
-                                                  slots.data + row * slots.strides[0]);
+      const int32_t num_valid =
+          converter.Convert(RowOf(topk, row), topk.strides[1], topk.shape[1],
+                            slots.data + row * slots.strides[0], slots.strides[1]);
       if (!params.valid_counts.empty()) params.valid_counts[t] = num_valid;
     });
   });
