@@ -149,7 +149,8 @@ Status SparseMla(const Backend& backend, const SparseMlaParams& params, const Pl
                {.partials = PlanPartials(plan, scratch.attention),
                 .sinks = attention.sinks,
                 .out = attention.out,
-                .lse = attention.lse},
+                .lse = attention.lse,
+                .write_empty_rows = attention.write_empty_rows},
                stream);
 }
 

@@ -332,6 +332,8 @@ sparsemla_status sparsemla_plan_partials(const sparsemla_plan* plan, void* works
   return Guard([&]() -> Status {
     SPARSEMLA_REQUIRE_NOT_NULL(plan);
     SPARSEMLA_REQUIRE_NOT_NULL(workspace);
+    SPARSEMLA_CHECK(plan->plan.built(), StatusCode::kFailedPrecondition,
+                    "the plan is empty: Build has not succeeded yet");
     const Partials found = PlanPartials(plan->plan, {workspace, workspace_bytes});
     sparsemla_partials out = {};
     out.fold = found.fold;
@@ -358,6 +360,7 @@ sparsemla_status sparsemla_merge(const sparsemla_backend* backend,
     SPARSEMLA_RETURN_IF_ERROR(ReadTensor("out", in.out, cpp.out));
     SPARSEMLA_RETURN_IF_ERROR(ReadTensor("lse", in.lse, cpp.lse));
     SPARSEMLA_RETURN_IF_ERROR(ReadSinks(in.sinks, cpp.out.shape[1], cpp.sinks));
+    cpp.write_empty_rows = in.write_empty_rows != 0;
     return Merge(*backend->backend, cpp, {stream});
   });
 }

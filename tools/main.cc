@@ -17,7 +17,7 @@ int Main(int argc, char** argv) {
   CLI::App app("Sparse multi-head latent attention: run cases, look at plans, replay traffic",
                "sparsemla");
   app.set_version_flag("--version", std::string(Version()));
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);
   int exit_code = kExitOk;
   RegisterInfo(app, exit_code);
   RegisterPlan(app, exit_code);
@@ -28,6 +28,9 @@ int Main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
     return BadInput(error.what());
+  }
+  if (app.get_subcommands().empty()) {
+    return BadInput("a subcommand is required, see sparsemla --help");
   }
   // A full disk or a closed pipe must not look like success.
   if (std::fflush(stdout) != 0) return BadInput("cannot write to the standard output");

@@ -13,6 +13,7 @@
 #include "tools/commands.h"
 #include "tools/plan_svg.h"
 #include "trace/file.h"
+#include "trace/golden.h"
 
 namespace sparsemla::tools {
 namespace {
@@ -78,14 +79,14 @@ int32_t NumMergeGroups(const Schedule& schedule) {
   return groups;
 }
 
-std::string ItemText(const WorkItem& item) {
-  // Keys relative to the row: its end is kv_end + kv_offset, but its start only the plan knows.
-  return fmt::format("{}{} keys {}..{}", item.partial_row < 0 ? "row " : "part of row ",
-                     item.batch_idx, item.kv_begin, item.kv_end);
+// "1 partial", "2 partials".
+std::string Count(int64_t count, std::string_view noun) {
+  return fmt::format("{} {}{}", count, noun, count == 1 ? "" : "s");
 }
 
 // One line a worker: a bar of letters, one letter a row, to scale, then its first items.
-void PrintTimeline(const Schedule& schedule, int width) {
+void PrintTimeline(const Plan& plan, int width) {
+  const Schedule& schedule = plan.schedule();
   constexpr int32_t kMaxLines = 40;
   constexpr int kItemsShown = 2;
   int64_t longest = 1;
@@ -109,7 +110,7 @@ void PrintTimeline(const Schedule& schedule, int width) {
       blocks += Blocks(item);
       const auto end = static_cast<size_t>((blocks * bar_width + longest - 1) / longest);
       bar.resize(end, static_cast<char>('a' + item.batch_idx % 26));
-      if (++count <= kItemsShown) items += (items.empty() ? "" : ", ") + ItemText(item);
+      if (++count <= kItemsShown) items += (items.empty() ? "" : ", ") + ItemText(plan, item);
     }
     if (count > kItemsShown) items += fmt::format(", {} more", count - kItemsShown);
     fmt::print("{:6}   {:<{}}   {}\n", unit, bar, bar_width, items);
@@ -124,25 +125,27 @@ void PrintText(const Plan& plan) {
   for (int32_t unit = 0; unit < schedule.num_compute_units; ++unit) {
     busy += WorkOf(schedule, unit).empty() ? 0 : 1;
   }
-  fmt::print("schedule    {}, {} compute units, at most {} pieces a row\n",
-             ScheduleName(plan.capacity().schedule), schedule.num_compute_units, plan.max_splits());
+  fmt::print("schedule    {}, {} compute units, {}\n", ScheduleName(plan.capacity().schedule),
+             schedule.num_compute_units,
+             plan.max_splits() < 0 ? "no limit of pieces"
+                                   : "at most " + Count(plan.max_splits(), "piece") + " a row");
   fmt::print("rows        {} of {} keys in all, {} heads\n", plan.num_tokens(),
              plan.num_kv_indices(), plan.dims().num_heads);
   if (schedule.fold > 1) {
     fmt::print("folded      {} virtual rows of {} heads a row\n", schedule.fold,
                schedule.heads_per_item);
   }
-  fmt::print("work items  {} on {} workers\n", schedule.work_items.size(), busy);
-  fmt::print("partials    {} in {} merge groups\n", schedule.num_partials,
-             NumMergeGroups(schedule));
+  fmt::print("work items  {} on {}\n", schedule.work_items.size(), Count(busy, "worker"));
+  fmt::print("partials    {} in {}\n", schedule.num_partials,
+             Count(NumMergeGroups(schedule), "merge group"));
   fmt::print("imbalance   {:.1f} % (busiest worker {}, lower bound {}, in blocks of 16 keys)\n",
              100 * costs.imbalance(), costs.max, costs.lower_bound);
   fmt::print("splits      ");
   for (const auto& [pieces, rows] : SplitHistogram(schedule)) {
-    fmt::print("{} x {} {}   ", rows, pieces, pieces == 1 ? "piece" : "pieces");
+    fmt::print("{} of {}   ", Count(rows, "row"), Count(pieces, "piece"));
   }
   fmt::print("\n");
-  PrintTimeline(schedule, TerminalWidth());
+  PrintTimeline(plan, TerminalWidth());
 }
 
 void PrintJson(const Plan& plan) {
@@ -201,6 +204,30 @@ int ShowPlan(const PlanOptions& options) {
   return kExitOk;
 }
 
+int CheckGolden(const PlanOptions& options) {
+  int exit_code = kExitOk;
+  Json json = Json::array();
+  for (const std::string& path : options.golden) {
+    const Result<trace::GoldenReport> report = trace::CheckGoldenFile(path);
+    if (!report.ok()) {
+      exit_code = BadInput(report.status());
+      continue;
+    }
+    const std::vector<std::string>& mismatches = report.value().mismatches;
+    if (!mismatches.empty()) exit_code = std::max(exit_code, kExitMismatch);
+    json.push_back(
+        {{"file", path}, {"num_cases", report.value().num_cases}, {"mismatches", mismatches}});
+    if (options.json) continue;
+    fmt::print("{}: {} cases, {}\n", path, report.value().num_cases,
+               mismatches.empty() ? "all equal" : fmt::format("{} differences", mismatches.size()));
+    for (const std::string& mismatch : mismatches) fmt::print("  {}\n", mismatch);
+  }
+  if (options.json) {
+    fmt::print("{}\n", json.dump(2, ' ', false, Json::error_handler_t::replace));
+  }
+  return exit_code;
+}
+
 }  // namespace
 
 void RegisterPlan(CLI::App& app, int& exit_code) {
@@ -213,13 +240,17 @@ void RegisterPlan(CLI::App& app, int& exit_code) {
   command->add_option("--compute-units", options->num_compute_units,
                       "Workers to plan for; 0: those of the default back end");
   command->add_option("--max-splits", options->max_splits,
-                      "Most pieces of a row; 0: the default rule");
+                      "Most pieces of a row; 0: the default rule, -1: no limit");
   AddScheduleOption(*command, options->schedule);
   command->add_flag("--batch-invariant", options->batch_invariant,
                     "Cut each row by its own length only (balanced)");
   command->add_flag("--json", options->json, "Print JSON");
   command->add_option("--svg", options->svg, "Also draw the timeline to this file");
-  command->callback([options, &exit_code] { exit_code = ShowPlan(*options); });
+  command->add_option("--golden", options->golden,
+                      "Compare the aiter schedule with every case of these files");
+  command->callback([options, &exit_code] {
+    exit_code = options->golden.empty() ? ShowPlan(*options) : CheckGolden(*options);
+  });
 }
 
 }  // namespace sparsemla::tools

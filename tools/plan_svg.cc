@@ -3,6 +3,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -16,15 +17,12 @@ constexpr int kTop = 64;   // title and axis
 constexpr int kChartWidth = 900;
 constexpr int kLegendWidth = 210;
 constexpr int kLine = 16;  // height of a line of text
-constexpr size_t kMaxLegend = 24;
+constexpr int32_t kMaxLegend = 24;
 constexpr size_t kMaxMerges = 40;
 
-// Neighbouring rows get distant hues: 137.5 degrees is the golden angle.
+// Neighbouring rows get distant hues: steps of about the golden angle, 137.5 degrees.
 std::string RowColour(int32_t row) {
-  return fmt::format(
-      "hsl({:.0f},62%,{}%)",
-      static_cast<double>(row % 720) * 137.508 - 360.0 * static_cast<double>(row * 137 / 360),
-      row % 2 == 0 ? 58 : 68);
+  return fmt::format("hsl({},62%,{}%)", int64_t{row} * 1375 / 10 % 360, row % 2 == 0 ? 58 : 68);
 }
 
 std::string Text(int x, int y, std::string_view text, std::string_view attributes = "") {
@@ -68,42 +66,38 @@ std::string DrawAxis(const Lanes& lanes, int bottom) {
   return svg;
 }
 
-std::string DrawLane(const Schedule& schedule, int32_t unit, const Lanes& lanes, int y,
-                     int height) {
+std::string DrawLane(const Plan& plan, int32_t unit, const Lanes& lanes, int y, int height) {
+  const auto place = [&](int64_t blocks) {
+    return kLeft + static_cast<double>(blocks * kChartWidth) / static_cast<double>(lanes.longest);
+  };
   std::string svg;
   int64_t blocks = 0;
-  for (const WorkItem& item : WorkOf(schedule, unit)) {
-    const double x = static_cast<double>(blocks * kChartWidth) / static_cast<double>(lanes.longest);
+  for (const WorkItem& item : WorkOf(plan.schedule(), unit)) {
+    const double begin = place(blocks);
     blocks += Blocks(item);
-    const double end =
-        static_cast<double>(blocks * kChartWidth) / static_cast<double>(lanes.longest);
     svg += fmt::format(
         "<rect x=\"{:.2f}\" y=\"{}\" width=\"{:.2f}\" height=\"{}\" fill=\"{}\">"
-        "<title>worker {}, row {}, keys {} to {}{}</title></rect>\n",
-        kLeft + x, y, end - x, height, RowColour(item.batch_idx), unit, item.batch_idx,
-        item.kv_begin, item.kv_end,
+        "<title>worker {}: {}{}</title></rect>\n",
+        begin, y, place(blocks) - begin, height, RowColour(item.batch_idx), unit,
+        ItemText(plan, item),
         item.partial_row < 0 ? "" : fmt::format(", partial {}", item.partial_row));
   }
   return svg;
 }
 
-std::string DrawLegend(const Schedule& schedule) {
+std::string DrawLegend(const Schedule& schedule, int32_t num_rows) {
   const int x = kLeft + kChartWidth + 24;
   std::string svg = Text(x, kTop - 8, "rows", "class=\"dim\"");
-  std::vector<int32_t> rows;
-  for (const WorkItem& item : schedule.work_items) rows.push_back(item.batch_idx);
-  std::sort(rows.begin(), rows.end());
-  rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
-  const size_t shown = std::min(rows.size(), kMaxLegend);
-  for (size_t i = 0; i < shown; ++i) {
-    const int y = kTop + static_cast<int>(i) * kLine;
+  const int32_t shown = std::min(num_rows, kMaxLegend);
+  for (int32_t row = 0; row < shown; ++row) {
+    const int y = kTop + row * kLine;
     svg += fmt::format("<rect x=\"{}\" y=\"{}\" width=\"12\" height=\"12\" fill=\"{}\"/>\n", x, y,
-                       RowColour(rows[i]));
-    svg += Text(x + 18, y + 10, fmt::format("row {}", rows[i]));
+                       RowColour(row));
+    svg += Text(x + 18, y + 10, "row " + RowText(schedule, row));
   }
-  if (shown < rows.size()) {
-    svg += Text(x, kTop + static_cast<int>(shown) * kLine + 10,
-                fmt::format("and {} more", rows.size() - shown), "class=\"dim\"");
+  if (shown < num_rows) {
+    svg += Text(x, kTop + shown * kLine + 10, fmt::format("and {} more", num_rows - shown),
+                "class=\"dim\"");
   }
   return svg;
 }
@@ -115,8 +109,8 @@ std::vector<std::string> MergeLines(const Schedule& schedule) {
     const int32_t begin = schedule.reduce_indptr[group];
     const int32_t end = schedule.reduce_indptr[group + 1];
     if (begin == end) continue;
-    std::string line =
-        fmt::format("row {} \xE2\x86\x90 partials", schedule.reduce_final_map[group].begin);
+    std::string line = fmt::format("row {} \xE2\x86\x90 partials",
+                                   RowText(schedule, schedule.reduce_final_map[group].begin));
     for (int32_t p = begin; p < std::min(end, begin + 16); ++p) {
       line += fmt::format("{} {}", p == begin ? "" : ",",
                           schedule.reduce_partial_map[static_cast<size_t>(p)]);
@@ -126,21 +120,61 @@ std::vector<std::string> MergeLines(const Schedule& schedule) {
   return lines;
 }
 
+std::string DrawLanes(const Plan& plan, const Lanes& lanes, int lane_height) {
+  const int label_every = lane_height >= 12 ? 1 : lane_height >= 9 ? 2 : 4;
+  std::string svg;
+  int y = kTop;
+  for (size_t lane = 0; lane < lanes.units.size(); ++lane, y += lane_height) {
+    if (lane % static_cast<size_t>(label_every) == 0) {
+      svg += Text(kLeft - 8, y + std::min(lane_height, 12), std::to_string(lanes.units[lane]),
+                  "text-anchor=\"end\" class=\"dim\"");
+    }
+    svg += DrawLane(plan, lanes.units[lane], lanes, y, lane_height - 1);
+  }
+  return svg;
+}
+
+std::string DrawMerges(std::span<const std::string> merges, size_t shown, int top) {
+  std::string svg = Text(kLeft, top, "merges", "class=\"dim\"");
+  if (shown < merges.size()) {
+    svg += Text(kLeft + 60, top, fmt::format("(the first {} of {})", shown, merges.size()),
+                "class=\"dim\"");
+  }
+  for (size_t i = 0; i < shown; ++i) {
+    svg += Text(kLeft, top + static_cast<int>(i + 1) * kLine, merges[i]);
+  }
+  return svg;
+}
+
 }  // namespace
+
+std::string RowText(const Schedule& schedule, int32_t virtual_row) {
+  if (schedule.fold == 1) return std::to_string(virtual_row);
+  return fmt::format("{}#{}", virtual_row / schedule.fold, virtual_row % schedule.fold);
+}
+
+std::string ItemText(const Plan& plan, const WorkItem& item) {
+  const Schedule& schedule = plan.schedule();
+  const std::string row = RowText(schedule, item.batch_idx);
+  const int32_t begin = plan.kv_indptr()[static_cast<size_t>(item.batch_idx / schedule.fold)];
+  if (item.partial_row < 0) return fmt::format("row {} ({} keys)", row, item.kv_end - begin);
+  return fmt::format("row {} keys {}..{} of {}", row, item.kv_begin - begin, item.kv_end - begin,
+                     item.kv_end + item.kv_offset - begin);
+}
 
 std::string PlanSvg(const Plan& plan) {
   const Schedule& schedule = plan.schedule();
-  const PlanCosts costs = ComputePlanCosts(plan);
   const Lanes lanes = UsedLanes(schedule);
   const std::vector<std::string> merges = MergeLines(schedule);
-
   const auto num_lanes = static_cast<int>(lanes.units.size());
+  const int32_t num_rows = plan.num_tokens() * schedule.fold;
+
   const int lane_height = num_lanes <= 40 ? 16 : num_lanes <= 120 ? 9 : 5;
-  const int label_every = lane_height >= 12 ? 1 : lane_height >= 9 ? 2 : 4;
-  const int bottom =
-      std::max(kTop + num_lanes * lane_height, kTop + static_cast<int>(kMaxLegend + 1) * kLine);
+  const int lanes_end = kTop + num_lanes * lane_height;
+  const int merges_top =
+      28 + std::max(lanes_end, kTop + std::min(num_rows, kMaxLegend + 1) * kLine);
   const size_t merges_shown = std::min(merges.size(), kMaxMerges);
-  const int height = bottom + (merges.empty() ? 20 : 60 + static_cast<int>(merges_shown) * kLine);
+  const int height = merges_top + static_cast<int>(merges_shown + 1) * kLine;
 
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" "
@@ -153,27 +187,12 @@ std::string PlanSvg(const Plan& plan) {
                           "imbalance {:.1f} %",
                           ScheduleName(plan.capacity().schedule), plan.num_tokens(),
                           plan.num_kv_indices(), schedule.work_items.size(), num_lanes,
-                          schedule.num_compute_units, 100 * costs.imbalance()),
+                          schedule.num_compute_units, 100 * ComputePlanCosts(plan).imbalance()),
               "class=\"title\"");
-  svg += DrawAxis(lanes, kTop + num_lanes * lane_height);
-  for (int lane = 0; lane < num_lanes; ++lane) {
-    const int32_t unit = lanes.units[static_cast<size_t>(lane)];
-    const int y = kTop + lane * lane_height;
-    if (lane % label_every == 0) {
-      svg += Text(kLeft - 8, y + std::min(lane_height, 12), std::to_string(unit),
-                  "text-anchor=\"end\" class=\"dim\"");
-    }
-    svg += DrawLane(schedule, unit, lanes, y, lane_height - 1);
-  }
-  svg += DrawLegend(schedule);
-  if (!merges.empty()) svg += Text(kLeft, bottom + 28, "merges", "class=\"dim\"");
-  for (size_t i = 0; i < merges_shown; ++i) {
-    svg += Text(kLeft, bottom + 46 + static_cast<int>(i) * kLine, merges[i]);
-  }
-  if (merges_shown < merges.size()) {
-    svg += Text(kLeft + 60, bottom + 28,
-                fmt::format("(the first {} of {})", merges_shown, merges.size()), "class=\"dim\"");
-  }
+  svg += DrawAxis(lanes, lanes_end);
+  svg += DrawLanes(plan, lanes, lane_height);
+  svg += DrawLegend(schedule, num_rows);
+  if (!merges.empty()) svg += DrawMerges(merges, merges_shown, merges_top);
   return svg + "</svg>\n";
 }
 

@@ -24,6 +24,11 @@ inline int64_t Blocks(const WorkItem& item) {
   return keys <= 16 ? 1 : (keys + 15) / 16;
 }
 
+// "3", or "3#1" where rows are folded: virtual row 1 of row 3.
+std::string RowText(const Schedule& schedule, int32_t virtual_row);
+// "row 3 keys 128..256 of 2048", or "row 3 (17 keys)" for a whole row.
+std::string ItemText(const Plan& plan, const WorkItem& item);
+
 // A self-contained SVG document.
 std::string PlanSvg(const Plan& plan);
 

@@ -16,7 +16,8 @@
 #include "sparsemla/status.h"
 #include "sparsemla/types.h"
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 // ---- indices -----------------------------------------------------------------------------------
 
@@ -131,13 +132,14 @@ struct MergeParams {
   std::span<const float> sinks = {};  // [num_heads], added once here; empty: none
   Tensor<3> out = {};                 // [rows, num_heads, kv_lora_rank] bf16, fp16 or fp32
   View<float, 2> lse = {};            // [rows, num_heads]; may be empty
+  bool write_empty_rows = true;       // false: heads without a live partial are left as they are
 };
 
-// Merges each group of partials into its row: lse = log sum exp(lse_p), out = sum exp(lse_p - lse) *
-// out_p, then the sink. A partial whose lse is infinite (-inf ours, +inf FlashMLA's mark of a state
-// without keys) is left out whatever its values; NaN is not hidden. Rows of groups without partials
-// are not touched. The order of the sum is the order of reduce_partial_map. Serves split rows
-// (PlanPartials) and the states of several ranks alike.
+// Merges each group of partials into its row: lse = log sum exp(lse_p), out = sum exp(lse_p - lse)
+// * out_p, then the sink. A partial whose lse is infinite (-inf ours, +inf FlashMLA's mark of a
+// state without keys) is left out whatever its values; NaN is not hidden. Rows of groups without
+// partials are not touched. The order of the sum is the order of reduce_partial_map. Serves split
+// rows (PlanPartials) and the states of several ranks alike.
 Status Merge(const Backend& backend, const MergeParams& params, Stream stream = {});
 
 // ---- all stages --------------------------------------------------------------------------------
@@ -159,4 +161,5 @@ Status SparseMla(const Backend& backend, const SparseMlaParams& params, const Pl
 Result<size_t> WorkspaceBytes(const Backend& backend, const PlanCapacity& capacity,
                               int32_t topk_width = 0);
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla
+#pragma GCC visibility pop

@@ -13,7 +13,8 @@
 #include "sparsemla/status.h"
 #include "sparsemla/types.h"
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 struct AttentionParams;
 struct ConvertIndicesDenseParams;
@@ -97,4 +98,5 @@ Result<std::unique_ptr<Backend>> CreateBackend(std::string_view name,
 // Library version, "0.1.0".
 std::string_view Version();
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla
+#pragma GCC visibility pop

@@ -12,7 +12,8 @@
 #include "sparsemla/status.h"
 #include "sparsemla/types.h"
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 // Which rule cuts rows into work items. The values are part of the C ABI.
 enum class ScheduleKind : int32_t {
@@ -185,11 +186,14 @@ struct PlanCosts {
   int64_t unsplit_total = 0;         // of all rows, had each been one item
   int64_t max = 0;                   // of the busiest worker
   int64_t longest_unsplittable = 0;  // least cost of the largest piece that the limits allow
-  int64_t lower_bound = 0;           // max(ceil(unsplit_total / workers), longest_unsplittable)
-  double imbalance() const {         // 0: perfect
+  // No plan can do better: at least max(ceil(unsplit_total / workers), longest_unsplittable), and
+  // so large that all rows, cut as finely as it demands, fit into the workers.
+  int64_t lower_bound = 0;
+  double imbalance() const {  // 0: perfect
     return lower_bound == 0 ? 0.0 : static_cast<double>(max) / static_cast<double>(lower_bound) - 1;
   }
 };
 PlanCosts ComputePlanCosts(const Plan& plan);
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla
+#pragma GCC visibility pop

@@ -500,6 +500,7 @@ SPARSEMLA_API sparsemla_status sparsemla_plan_partials(const sparsemla_plan* pla
 
 typedef struct sparsemla_merge_params {
   uint32_t struct_size;
+  int32_t write_empty_rows; /* 0: heads without a live partial are left as they are */
   const sparsemla_partials* partials;
   const float* sinks;   /* [num_heads], added once here; null: none */
   sparsemla_tensor out; /* [rows, num_heads, kv_lora_rank] bf16, fp16 or fp32, written */
@@ -507,7 +508,7 @@ typedef struct sparsemla_merge_params {
 } sparsemla_merge_params;
 
 #define SPARSEMLA_MERGE_PARAMS_INIT \
-  { sizeof(sparsemla_merge_params), NULL, NULL, SPARSEMLA_NO_TENSOR, SPARSEMLA_NO_TENSOR }
+  { sizeof(sparsemla_merge_params), 1, NULL, NULL, SPARSEMLA_NO_TENSOR, SPARSEMLA_NO_TENSOR }
 
 /* Merges each group of partials into its row and adds the sinks. Serves the pieces of split rows
  * and the states of several ranks alike. */

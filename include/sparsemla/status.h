@@ -8,7 +8,8 @@
 #include <utility>
 #include <variant>
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 // The values are part of the C ABI (sparsemla.h) and never change.
 enum class StatusCode : int32_t {
@@ -59,4 +60,5 @@ class [[nodiscard]] Result {
   std::variant<T, Status> state_;
 };
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla
+#pragma GCC visibility pop

@@ -7,7 +7,8 @@
 #include <cstdint>
 #include <string_view>
 
-namespace [[gnu::visibility("default")]] sparsemla {
+#pragma GCC visibility push(default)
+namespace sparsemla {
 
 // Element types of queries and outputs. The values are part of the C ABI.
 enum class DType : int32_t {
@@ -130,4 +131,5 @@ struct Stream {
   void* handle = nullptr;
 };
 
-}  // namespace gnu::visibility("default")]]sparsemla
+}  // namespace sparsemla
+#pragma GCC visibility pop

@@ -2,7 +2,7 @@
 
 #include "cpu/attention_vector_deps.h"
 
-SPARSEMLA_TARGET_BEGIN("avx2,fma,f16c")
+SPARSEMLA_TARGET_BEGIN("avx2,fma")
 namespace sparsemla::cpu {
 namespace {
 
@@ -10,6 +10,7 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int kQkKeys = 6;
 constexpr int kQkVectors = 2;
+constexpr int kQkKeysOfOne = 12;
 constexpr int kPvHeads = 6;
 constexpr int kPvVectors = 2;
 #include "cpu/attention_vector.h"

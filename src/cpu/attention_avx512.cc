@@ -2,7 +2,7 @@
 
 #include "cpu/attention_vector_deps.h"
 
-SPARSEMLA_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+SPARSEMLA_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 namespace sparsemla::cpu {
 namespace {
 
@@ -10,6 +10,7 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kQkKeys = 12;
 constexpr int kQkVectors = 2;
+constexpr int kQkKeysOfOne = 16;
 constexpr int kPvHeads = 6;
 constexpr int kPvVectors = 4;
 #include "cpu/attention_vector.h"

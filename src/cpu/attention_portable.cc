@@ -6,6 +6,7 @@ namespace {
 
 constexpr int kLanes = 4;
 constexpr int kQkVectors = 2;
+constexpr int kQkKeysOfOne = 12;
 #if defined(__aarch64__)  // 32 registers
 constexpr int kQkKeys = 12;
 constexpr int kPvHeads = 6;

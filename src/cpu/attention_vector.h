@@ -1,149 +1,14 @@
 // Included inside a target region and an anonymous namespace, after attention_vector_deps.h and the
-// constants kLanes, kQkKeys, kQkVectors, kPvHeads and kPvVectors. No includes, no guard.
+// constants kLanes, kPvHeads, kPvVectors and, for logits, kQkKeys of kQkVectors vectors of heads or
+// kQkKeysOfOne of one (at most 16: g++ unrolls no more and would keep the sums in memory). No
+// guard.
 //
 // One work item on vectors of kLanes floats. Per block of keys: the valid cache rows are widened to
 // float once, for all heads; logits are a product with lanes = heads (the query lies transposed, a
 // key's element is broadcast); the softmax is vertical; the output is a product with lanes =
 // columns (a weight is broadcast). All sums are float, in an order that depends on the item alone.
 
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
-
-#define SPARSEMLA_INLINE inline __attribute__((always_inline))
-
-template <typename V>
-SPARSEMLA_INLINE V Load(const void* source) {
-  V v;
-  __builtin_memcpy(&v, source, sizeof(V));
-  return v;
-}
-
-template <typename V>
-SPARSEMLA_INLINE void Store(void* target, V v) {
-  __builtin_memcpy(target, &v, sizeof(V));
-}
-
-// x - 0 is x for every x, -0 and NaN included.
-SPARSEMLA_INLINE Floats Broadcast(float x) {
-  return x - Floats{};
-}
-
-SPARSEMLA_INLINE Floats AsFloats(Words w) {
-  return reinterpret_cast<Floats>(w);
-}
-SPARSEMLA_INLINE Words AsWords(Floats v) {
-  return reinterpret_cast<Words>(v);
-}
-
-// ---- storage types, a vector at a time ---------------------------------------------------------
-
-SPARSEMLA_INLINE Floats WidenVector(float, const std::byte* source) {
-  return Load<Floats>(source);
-}
-
-SPARSEMLA_INLINE Floats WidenVector(BFloat16, const std::byte* source) {
-  return AsFloats(__builtin_convertvector(Load<Halves>(source), Words) << 16);
-}
-
-// A value with a small exponent and `kMantissaBits` of mantissa, widened: normal numbers by moving
-// the exponent, subnormal ones by converting the mantissa (`least` is the smallest of them).
-template <int kMantissaBits>
-SPARSEMLA_INLINE Words WidenMagnitude(Words magnitude, uint32_t rebias, float least) {
-  const Words normal = (magnitude << (23 - kMantissaBits)) + (rebias << 23);
-  const Ints count = reinterpret_cast<Ints>(magnitude);
-  const Words subnormal = AsWords(__builtin_convertvector(count, Floats) * least);
-  return count < (1 << kMantissaBits) ? subnormal : normal;
-}
-
-SPARSEMLA_INLINE Floats WidenVector(Float16, const std::byte* source) {
-  const Words bits = __builtin_convertvector(Load<Halves>(source), Words);
-  const Words magnitude = bits & 0x7FFFu;
-  const Words special = (magnitude << 13) | 0x7F800000u;
-  const Words finite = WidenMagnitude<10>(magnitude, 112, 0x1p-24f);
-  const Words value = reinterpret_cast<Ints>(magnitude) >= 0x7C00 ? special : finite;
-  return AsFloats(value | (bits & 0x8000u) << 16);
-}
-
-SPARSEMLA_INLINE Floats WidenVector(Float8E4M3, const std::byte* source) {
-  const Words bits = __builtin_convertvector(Load<Bytes>(source), Words);
-  const Words magnitude = bits & 0x7Fu;
-  const Words finite = WidenMagnitude<3>(magnitude, 120, 0x1p-9f);
-  const Words value = reinterpret_cast<Ints>(magnitude) == 0x7F ? Words{} + 0x7FC00000u : finite;
-  return AsFloats(value | (bits & 0x80u) << 24);
-}
-
-SPARSEMLA_INLINE Floats WidenVector(Float8E4M3Fnuz, const std::byte* source) {
-  const Words bits = __builtin_convertvector(Load<Bytes>(source), Words);
-  const Words finite = WidenMagnitude<3>(bits & 0x7Fu, 119, 0x1p-10f) | (bits & 0x80u) << 24;
-  return AsFloats(reinterpret_cast<Ints>(bits) == 0x80 ? Words{} + 0x7FC00000u : finite);
-}
-
-// target[i] = source[i] * factor, for elements of type T at any address.
-template <typename T>
-void WidenRow(const std::byte* source, int64_t count, float factor, float* target) {
-  const int64_t whole = count - count % kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    Store(target + i, WidenVector(T{}, source + i * static_cast<int64_t>(sizeof(T))) * factor);
-  }
-  for (int64_t i = whole; i < count; ++i) {
-    T element;
-    __builtin_memcpy(&element, source + i * static_cast<int64_t>(sizeof(T)), sizeof(T));
-    target[i] = ToFloat(element) * factor;
-  }
-}
-
-void WidenElements(DType dtype, const std::byte* source, int64_t count, float* target) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return WidenRow<float>(source, count, 1.0f, target);
-    case DType::kBFloat16:
-      return WidenRow<BFloat16>(source, count, 1.0f, target);
-    case DType::kFloat16:
-      return WidenRow<Float16>(source, count, 1.0f, target);
-    case DType::kFloat8E4M3:
-      return WidenRow<Float8E4M3>(source, count, 1.0f, target);
-    case DType::kFloat8E4M3Fnuz:
-      return WidenRow<Float8E4M3Fnuz>(source, count, 1.0f, target);
-  }
-}
-
-SPARSEMLA_INLINE Halves NarrowVector(BFloat16, Floats x) {
-  const Words bits = AsWords(x);
-  const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return __builtin_convertvector(x == x ? rounded : (bits >> 16) | 0x40u, Halves);
-}
-
-SPARSEMLA_INLINE Halves NarrowVector(Float16, Floats x) {
-  const Words bits = AsWords(x);
-  const Words magnitude = bits & 0x7FFFFFFFu;
-  const Ints order = reinterpret_cast<Ints>(magnitude);
-  const Words rebiased = magnitude - (112u << 23);
-  Words code = (rebiased + 0xFFFu + ((rebiased >> 13) & 1u)) >> 13;
-  // Below 2^-14, adding 0.5 leaves x * 2^24 rounded in the low bits.
-  const Words subnormal = AsWords(AsFloats(magnitude) + 0.5f) - 0x3F000000u;
-  code = order < 0x38800000 ? subnormal : code;
-  code = order >= 0x477FF000 ? Words{} + 0x7C00u : code;  // >= 65520
-  code = order > 0x7F800000 ? Words{} + 0x7E00u : code;
-  return __builtin_convertvector(code | ((bits >> 16) & 0x8000u), Halves);
-}
-
-SPARSEMLA_INLINE Floats NarrowVector(float, Floats x) {
-  return x;
-}
-
-// target[i] = source[i] * factor, rounded to nearest even.
-template <typename T>
-void NarrowRow(const float* source, int64_t count, float factor, void* target) {
-  T* const out = static_cast<T*>(target);
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    Store(out + i, NarrowVector(T{}, Load<Floats>(source + i) * factor));
-  }
-  for (; i < count; ++i) out[i] = FromFloat<T>(source[i] * factor);
-}
+#include "cpu/vector_types.h"
 
 // ---- the query ----------------------------------------------------------------------------------
 
@@ -211,28 +76,44 @@ void LoadQueries(const AttentionCall& call, const AttentionItem& item,
 
 // ---- cache rows ---------------------------------------------------------------------------------
 
+constexpr int64_t kPanelColumns = AttentionScratch::kPanelColumns;
+constexpr int64_t kPanelFloats = AttentionScratch::kPanelFloats;
+
+// Spreads a row of elements over the panels that start with `key`.
+template <typename T>
+void WidenPanels(const std::byte* row, int64_t width, float* key) {
+  for (; width >= kPanelColumns; width -= kPanelColumns) {
+    WidenRow<T>(row, kPanelColumns, 1.0f, key);
+    row += kPanelColumns * static_cast<int64_t>(sizeof(T));
+    key += kPanelFloats;
+  }
+  WidenRow<T>(row, width, 1.0f, key);
+}
+
+// Widens one cache row into its place in the panels.
 void WidenCacheRow(const AttentionCall& call, const std::byte* row, float* key) {
   const int64_t width = call.dims.head_dim_qk();
   switch (call.cache_format) {
     case CacheFormat::kFloat32:
-      return WidenRow<float>(row, width, 1.0f, key);
+      return WidenPanels<float>(row, width, key);
     case CacheFormat::kBFloat16:
-      return WidenRow<BFloat16>(row, width, 1.0f, key);
+      return WidenPanels<BFloat16>(row, width, key);
     case CacheFormat::kFloat16:
-      return WidenRow<Float16>(row, width, 1.0f, key);
+      return WidenPanels<Float16>(row, width, key);
     case CacheFormat::kFp8E4M3:
-      return WidenRow<Float8E4M3>(row, width, 1.0f, key);
+      return WidenPanels<Float8E4M3>(row, width, key);
     case CacheFormat::kFp8E4M3Fnuz:
-      return WidenRow<Float8E4M3Fnuz>(row, width, 1.0f, key);
+      return WidenPanels<Float8E4M3Fnuz>(row, width, key);
     case CacheFormat::kFp8DsMla: {
       constexpr int64_t kCodes = 512;
-      constexpr int64_t kGroup = 128;
-      float scales[kCodes / kGroup];
+      constexpr int64_t kCodesPerScale = 128;
+      float scales[kCodes / kCodesPerScale];
       __builtin_memcpy(scales, row + kCodes, sizeof(scales));
-      for (int64_t group = 0; group < kCodes / kGroup; ++group) {
-        WidenRow<Float8E4M3>(row + group * kGroup, kGroup, scales[group], key + group * kGroup);
+      for (int64_t begin = 0; begin < kCodes; begin += kPanelColumns) {
+        WidenRow<Float8E4M3>(row + begin, kPanelColumns, scales[begin / kCodesPerScale], key);
+        key += kPanelFloats;
       }
-      return WidenRow<BFloat16>(row + kCodes + sizeof(scales), width - kCodes, 1.0f, key + kCodes);
+      return WidenPanels<BFloat16>(row + kCodes + sizeof(scales), width - kCodes, key);
     }
   }
 }
@@ -294,17 +175,21 @@ class Prefetcher {
 
 // scores[k, h] = scale * (keys[k] . queries[h]) for kKeys keys and kVectors vectors of heads.
 template <int kKeys, int kVectors>
-SPARSEMLA_INLINE void QkTile(const float* keys, int64_t key_stride, const float* queries,
-                             int64_t head_stride, int64_t width, float scale, float* scores) {
+SPARSEMLA_INLINE void QkTile(const float* keys, const float* queries, int64_t head_stride,
+                             int64_t width, float scale, float* scores) {
   Floats sum[kKeys][kVectors] = {};
-  for (int64_t d = 0; d < width; ++d) {
-    Floats query[kVectors];
-    for (int v = 0; v < kVectors; ++v) query[v] = Load<Floats>(queries + v * kLanes);
-    for (int k = 0; k < kKeys; ++k) {
-      const Floats key = Broadcast(keys[k * key_stride + d]);
-      for (int v = 0; v < kVectors; ++v) sum[k][v] = key * query[v] + sum[k][v];
+  for (int64_t begin = 0; begin < width; begin += kPanelColumns) {
+    const int64_t columns = width - begin < kPanelColumns ? width - begin : kPanelColumns;
+    for (int64_t d = 0; d < columns; ++d) {
+      Floats query[kVectors];
+      for (int v = 0; v < kVectors; ++v) query[v] = Load<Floats>(queries + v * kLanes);
+      for (int k = 0; k < kKeys; ++k) {
+        const Floats key = Broadcast(keys[k * kPanelColumns + d]);
+        for (int v = 0; v < kVectors; ++v) sum[k][v] = key * query[v] + sum[k][v];
+      }
+      queries += head_stride;
     }
-    queries += head_stride;
+    keys += kPanelFloats;
   }
   for (int k = 0; k < kKeys; ++k) {
     for (int v = 0; v < kVectors; ++v) {
@@ -320,9 +205,9 @@ SPARSEMLA_INLINE void QkTiles(const AttentionCall& call, const AttentionScratch&
   int k = first_key;
   for (; k + kKeys <= num_keys; k += kKeys) {
     prefetcher.Step();
-    QkTile<kKeys, kVectors>(scratch.keys + k * scratch.key_stride, scratch.key_stride,
-                            scratch.queries + head, scratch.head_stride, call.dims.head_dim_qk(),
-                            call.scale_log2, scratch.scores + k * scratch.head_stride + head);
+    QkTile<kKeys, kVectors>(scratch.keys + k * kPanelColumns, scratch.queries + head,
+                            scratch.head_stride, call.dims.head_dim_qk(), call.scale_log2,
+                            scratch.scores + k * scratch.head_stride + head);
   }
   if constexpr (kKeys > 1) {
     QkTiles<kKeys / 2, kVectors>(call, scratch, head, k, num_keys, prefetcher);
@@ -335,8 +220,8 @@ void ComputeLogits(const AttentionCall& call, const AttentionScratch& scratch, i
   for (; head + (kQkVectors - 1) * kLanes < num_heads; head += kQkVectors * kLanes) {
     QkTiles<kQkKeys, kQkVectors>(call, scratch, head, 0, num_keys, prefetcher);
   }
-  for (; head < num_heads; head += kLanes) {  // one vector is left: a tile twice as long
-    QkTiles<2 * kQkKeys, 1>(call, scratch, head, 0, num_keys, prefetcher);
+  for (; head < num_heads; head += kLanes) {  // one vector is left
+    QkTiles<kQkKeysOfOne, 1>(call, scratch, head, 0, num_keys, prefetcher);
   }
 }
 
@@ -404,7 +289,7 @@ SPARSEMLA_INLINE void PvTile(const AttentionScratch& scratch, int64_t head, int6
     }
   }
   const float* weights = scratch.scores + head;
-  const float* keys = scratch.keys + column;
+  const float* keys = scratch.keys + column / kPanelColumns * kPanelFloats + column % kPanelColumns;
   for (int k = 0; k < num_keys; ++k) {
     Floats value[kVectors];
     for (int v = 0; v < kVectors; ++v) value[v] = Load<Floats>(keys + v * kLanes);
@@ -413,7 +298,7 @@ SPARSEMLA_INLINE void PvTile(const AttentionScratch& scratch, int64_t head, int6
       for (int v = 0; v < kVectors; ++v) sum[h][v] = weight * value[v] + sum[h][v];
     }
     weights += scratch.head_stride;
-    keys += scratch.key_stride;
+    keys += kPanelColumns;
   }
   for (int h = 0; h < kHeads; ++h) {
     for (int v = 0; v < kVectors; ++v) {
@@ -435,6 +320,8 @@ SPARSEMLA_INLINE void PvTiles(const AttentionScratch& scratch, int64_t head, int
   }
 }
 
+static_assert(kPanelColumns % (kPvVectors * kLanes) == 0, "a group of columns lies in one panel");
+
 void AddValues(const AttentionScratch& scratch, int64_t num_heads, int64_t rank, int num_keys,
                bool first, Prefetcher& prefetcher) {
   int64_t column = 0;
@@ -446,14 +333,15 @@ void AddValues(const AttentionScratch& scratch, int64_t num_heads, int64_t rank,
   }
 }
 
-// Normalises and writes one head. `any` is false where the item has no valid key.
+// Normalises and writes one head. `any` is false where the item has no valid key; a head whose
+// logits are all -inf counts as one without keys.
 void WriteHead(const AttentionCall& call, const AttentionItem& item,
                const AttentionScratch& scratch, int64_t h, bool any) {
   const int64_t rank = call.dims.kv_lora_rank;
   float* const values = scratch.out + h * scratch.value_stride;
   float lse = -INFINITY;
   float factor = 0.0f;
-  if (any) {
+  if (any && scratch.sum[h] != 0.0f) {
     constexpr double kLn2 = 0.69314718055994530942;
     lse = static_cast<float>(kLn2 * static_cast<double>(scratch.max_log2[h]) +
                              log(static_cast<double>(scratch.sum[h])));
@@ -502,7 +390,7 @@ void RunItem(const AttentionCall& call, const AttentionItem& item,
     const int num_next = cursor.Next(next_rows);
     Prefetcher prefetcher(next_rows, num_next, call.cache_row_bytes, steps);
     for (int k = 0; k < num_keys; ++k) {
-      WidenCacheRow(call, rows[k], scratch.keys + k * scratch.key_stride);
+      WidenCacheRow(call, rows[k], scratch.keys + k * kPanelColumns);
     }
     ComputeLogits(call, scratch, item.num_heads, num_keys, prefetcher);
     UpdateSoftmax(scratch, item.num_heads, num_keys, first);

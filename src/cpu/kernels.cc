@@ -33,8 +33,7 @@ ArchFlags DetectArch() {
 #if defined(__x86_64__)
   // The compiler's runtime asks cpuid, and xgetbv for what the operating system saves.
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-      __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     arch |= kAvx2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
@@ -54,12 +53,11 @@ std::string ArchNames(ArchFlags arch) {
 
 AttentionScratch AttentionScratch::Carve(Arena& arena, const MlaDims& dims) {
   AttentionScratch scratch;
-  scratch.key_stride = PadToLine(dims.head_dim_qk());
-  if (scratch.key_stride / kLineFloats % 2 == 0) scratch.key_stride += kLineFloats;
+  const int64_t num_panels = (dims.head_dim_qk() + kPanelColumns - 1) / kPanelColumns;
   scratch.head_stride = PadToLine(dims.num_heads);
   scratch.value_stride = PadToLine(dims.kv_lora_rank);
   scratch.rows = arena.Take<const std::byte*>(2 * kKeyBlock);
-  scratch.keys = arena.Take<float>(kKeyBlock * scratch.key_stride);
+  scratch.keys = arena.Take<float>(num_panels * kPanelFloats);
   scratch.queries = arena.Take<float>(dims.head_dim_qk() * scratch.head_stride);
   scratch.scores = arena.Take<float>(kKeyBlock * scratch.head_stride);
   scratch.out = arena.Take<float>(dims.num_heads * scratch.value_stride);

@@ -17,7 +17,7 @@ namespace sparsemla::cpu {
 // Instruction sets, as bits.
 using ArchFlags = uint32_t;
 inline constexpr ArchFlags kAnyCpu = 0;
-inline constexpr ArchFlags kAvx2 = 1u << 0;    // AVX2, FMA, F16C
+inline constexpr ArchFlags kAvx2 = 1u << 0;    // AVX2 and FMA
 inline constexpr ArchFlags kAvx512 = 1u << 1;  // AVX-512 F, BW, DQ, VL, and all of kAvx2
 
 // What this processor and its operating system offer.
@@ -69,16 +69,19 @@ struct AttentionItem {
 // Memory of one thread. Strides are in floats and multiples of a cache line, so that vectors of any
 // instruction set may run over the last head or column.
 struct AttentionScratch {
-  // Keys widened at a time. 48: a multiple of every kernel's tile, and the block's slice for one
-  // group of output columns stays in L1 beside its scores at 128 heads.
+  // Keys widened at a time. 48: a multiple of every kernel's tile, and the panel of the block that
+  // one group of output columns needs stays in L1 beside the weights of 128 heads.
   static constexpr int32_t kKeyBlock = 48;
+  // Columns that lie together. A constant distance of two keys spares the logits' tile, which reads
+  // up to 24 keys at once, an address register for each.
+  static constexpr int32_t kPanelColumns = 64;
+  static constexpr int64_t kPanelFloats = int64_t{kKeyBlock} * kPanelColumns;
 
-  int64_t key_stride = 0;    // an odd number of cache lines: rows spread over all L1 sets
   int64_t head_stride = 0;   // num_heads, padded
   int64_t value_stride = 0;  // kv_lora_rank, padded
 
   const std::byte** rows = nullptr;  // [2, kKeyBlock] cache rows of this block and the next
-  float* keys = nullptr;             // [kKeyBlock, key_stride]
+  float* keys = nullptr;             // [panels of head_dim_qk, kKeyBlock, kPanelColumns]
   float* queries = nullptr;          // [head_dim_qk, head_stride]
   float* scores = nullptr;           // [kKeyBlock, head_stride] logits, then weights
   float* out = nullptr;              // [num_heads, value_stride] not yet normalised

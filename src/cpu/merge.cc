@@ -23,22 +23,26 @@ struct Group {
   int64_t row = 0;  // position inside the group's range: added to every partial's row
 };
 
-// The lse of a head over its group. The sum starts from the largest, so that nothing overflows.
-float GroupLse(const Partials& partials, const Group& group, int64_t head) {
+// A head over its group. Sums start from the largest lse, so that nothing overflows; weights are
+// normalised by `sum` and not by the rounded lse, whose error grows with its size.
+struct GroupState {
   float max = -INFINITY;
+  float sum = 0.0f;  // of exp(lse - max); 0: no keys
+
+  float lse() const { return sum == 0.0f ? -INFINITY : max + std::log(sum); }
+};
+
+GroupState SumGroup(const Partials& partials, const Group& group, int64_t head) {
+  GroupState state;
   for (int64_t p = 0; p < group.count; ++p) {
     const float lse = partials.lse(group.partials[p] + group.row, head);
-    if (!IsEmptyLse(lse) && lse > max) max = lse;
+    if (!IsEmptyLse(lse) && lse > state.max) state.max = lse;
   }
-  float sum = 0.0f;
-  bool any = false;
   for (int64_t p = 0; p < group.count; ++p) {
     const float lse = partials.lse(group.partials[p] + group.row, head);
-    if (IsEmptyLse(lse)) continue;
-    any = true;
-    sum += std::exp(lse - max);  // NaN stays NaN
+    if (!IsEmptyLse(lse)) state.sum += std::exp(lse - state.max);  // NaN stays NaN
   }
-  return any ? max + std::log(sum) : -INFINITY;
+  return state;
 }
 
 void WriteColumns(const Tensor<3>& out, int64_t row, int64_t head, int64_t column, int64_t count,
@@ -54,12 +58,14 @@ void WriteColumns(const Tensor<3>& out, int64_t row, int64_t head, int64_t colum
 void MergeHead(const MergeParams& params, const Group& group, int64_t head, int64_t row,
                int64_t model_head) {
   const Partials& partials = params.partials;
-  const float lse = GroupLse(partials, group, head);
+  const GroupState state = SumGroup(partials, group, head);
+  if (state.sum == 0.0f && !params.write_empty_rows) return;
+  const float lse = state.lse();
   float total = lse;
-  float factor = 1.0f;
+  float factor = state.sum == 0.0f ? 0.0f : 1.0f / state.sum;
   if (!params.sinks.empty()) {
     total = LogAddExp(lse, params.sinks[static_cast<size_t>(model_head)]);
-    factor = MergeWeight(lse, total);
+    factor *= MergeWeight(lse, total);
   }
   if (!params.lse.empty()) params.lse(row, model_head) = total;
   const int64_t rank = partials.out.shape[2];
@@ -70,7 +76,7 @@ void MergeHead(const MergeParams& params, const Group& group, int64_t head, int6
       const int64_t partial = group.partials[p] + group.row;
       const float part_lse = partials.lse(partial, head);
       if (IsEmptyLse(part_lse)) continue;
-      const float weight = MergeWeight(part_lse, lse);
+      const float weight = std::exp(part_lse - state.max);
       const float* const values = &partials.out(partial, head, column);
       for (int64_t d = 0; d < count; ++d) sums[d] += weight * values[d];
     }

@@ -37,9 +37,9 @@ bool SpinUntil(Condition done) {
 }  // namespace
 
 Result<std::unique_ptr<ThreadPool>> ThreadPool::Create(int32_t num_threads) {
-  std::unique_ptr<ThreadPool> pool(new (std::nothrow) ThreadPool);
+  std::unique_ptr<ThreadPool> pool;
   try {
-    if (pool == nullptr) throw std::bad_alloc();
+    pool.reset(new ThreadPool);
     pool->threads_.reserve(static_cast<size_t>(num_threads - 1));
     for (int32_t i = 1; i < num_threads; ++i) {
       pool->threads_.emplace_back([raw = pool.get()] { raw->Work(); });

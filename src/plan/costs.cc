@@ -45,8 +45,11 @@ PlanCosts ComputePlanCosts(const Plan& plan) {
   for (size_t row = 0; row + 1 < kv_indptr.size(); ++row) {
     const int32_t keys = kv_indptr[row + 1] - kv_indptr[row];
     const int32_t blocks = Blocks(keys);
+    // AITER's cap limits workers, not pieces, and its pieces go down to one block.
     const int32_t pieces = capacity.batch_invariant ? InvariantPieces(keys, plan.max_splits())
-                                                    : MaxPieces(blocks, plan.max_splits(), workers);
+                           : capacity.schedule == ScheduleKind::kAiter
+                               ? std::clamp(blocks, 1, workers)
+                               : MaxPieces(blocks, plan.max_splits(), workers);
     costs.unsplit_total += fold * ItemCost(blocks);
     fixed_total += ItemCost(blocks) + (pieces - 1) * kItemOverhead;
     costs.longest_unsplittable =

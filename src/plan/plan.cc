@@ -169,7 +169,7 @@ void Plan::Impl::MakeKey(const PlanParams& params, const Step& next) {
     const int32_t query_len = params.query_start_loc[r + 1] - params.query_start_loc[r];
     const int32_t seq_len = params.seq_lens[r];
     *entry++ = query_len;
-    *entry++ = seq_len == 0 ? kEmptyRequest : std::min(seq_len - query_len, next.topk_tokens);
+    *entry++ = seq_len == 0 ? kEmptyRequest : std::min(seq_len - query_len, next.topk_tokens - 1);
   }
 }
 

@@ -31,7 +31,7 @@ int32_t EndOfFit(const Rows& rows, int32_t begin, int32_t room, int32_t* guess) 
   const int32_t limit = sums[begin] + room;
   int32_t fits = begin;                 // sums[fits] <= limit
   int32_t exceeds = rows.num_rows + 1;  // sums[exceeds] > limit, were there such a row
-  int32_t probe = std::min(begin + *guess, rows.num_rows);
+  int32_t probe = std::min(begin + std::max(*guess, 1), rows.num_rows);
   for (int32_t step = 1; fits < probe && probe < exceeds; step *= 2) {
     if (sums[probe] <= limit) {
       fits = probe;
@@ -56,11 +56,11 @@ int32_t BlocksToCut(int32_t left, int32_t room, int32_t payload, int32_t pieces_
   if (!fresh && room * int64_t{kMinGainFraction} < payload) return 0;
   const int32_t fit = room - kItemOverhead;
   if (fit < kMinPieceBlocks) return 0;
-  // The rest goes to workers of its own, in pieces that are neither too long nor too short.
+  // The rest goes to workers of its own, in pieces that are neither too long nor too short: enough
+  // is left for that, as the cap allows no more pieces than a row has least pieces.
   const int32_t rest_pieces = CeilDiv(left - fit, payload - kItemOverhead);
   if (rest_pieces + 1 > pieces_left) return 0;
-  const int32_t take = std::min(fit, left - rest_pieces * kMinPieceBlocks);
-  return take < kMinPieceBlocks ? 0 : take;
+  return std::min(fit, left - rest_pieces * kMinPieceBlocks);
 }
 
 // Fills the workers up to `payload` and tells `sink` what each one gets. Returns the cost of what

@@ -378,6 +378,7 @@ class RefBackend final : public Backend {
       const double part = partials.lse(p + offset, h);
       if (!std::isinf(part)) lse = LogAddExp(lse, part);
     }
+    if (lse == -kInfinity && !params.write_empty_rows) return;
     const double total = params.sinks.empty()
                              ? lse
                              : LogAddExp(lse, double{params.sinks[static_cast<size_t>(head)]});
