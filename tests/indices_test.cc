@@ -10,11 +10,11 @@
 #include <set>
 #include <vector>
 
-#include "every_kernel.h"
-#include "matrix.h"
 #include "sparsemla/attention.h"
+#include "tests/kernel_test.h"
+#include "tests/matrix.h"
 
-namespace sparsemla {
+namespace sparsemla::test {
 namespace {
 
 constexpr int32_t kMaxInt32 = std::numeric_limits<int32_t>::max();
@@ -23,7 +23,7 @@ BlockTable Table(const Matrix& blocks, int32_t block_size, int64_t num_blocks, i
   return {blocks.view(), block_size, num_blocks, stride};
 }
 
-class IndicesTest : public EveryKernelTest {
+class IndicesTest : public KernelTest {
  protected:
   // Both conversions of the whole matrix, which must agree.
   Rows Slots(const BlockTable& table, const std::vector<int32_t>& req_ids, const Matrix& topk,
@@ -74,7 +74,7 @@ class IndicesTest : public EveryKernelTest {
     return fitted.rows();
   }
 };
-SPARSEMLA_INSTANTIATE_EVERY_KERNEL(IndicesTest);
+INSTANTIATE_TEST_SUITE_P(All, IndicesTest, EveryKernel(), KernelName);
 
 // ---- FitKpoolIndices ---------------------------------------------------------------------------
 
@@ -384,4 +384,4 @@ TEST_P(IndicesTest, RandomPositionsAgreeWithCountingThem) {
 }
 
 }  // namespace
-}  // namespace sparsemla
+}  // namespace sparsemla::test

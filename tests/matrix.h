@@ -7,7 +7,7 @@
 
 #include "sparsemla/types.h"
 
-namespace sparsemla {
+namespace sparsemla::test {
 
 inline constexpr int32_t kGuard = 0x5EED5EED;
 using Rows = std::vector<std::vector<int32_t>>;
@@ -58,4 +58,4 @@ class Matrix {
   std::vector<int32_t> words_;
 };
 
-}  // namespace sparsemla
+}  // namespace sparsemla::test
