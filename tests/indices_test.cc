@@ -341,7 +341,9 @@ TEST_P(IndicesTest, NoTokensAreNoWork) {
 // A09, A38, A41: a table of every position, filled by counting instead of dividing, is the judge.
 TEST_P(IndicesTest, RandomPositionsAgreeWithCountingThem) {
   std::mt19937 random(2);
-  const auto below = [&](int64_t bound) { return static_cast<int32_t>(random() % bound); };
+  const auto below = [&](int64_t bound) {
+    return static_cast<int32_t>(random() % static_cast<uint64_t>(bound));
+  };
   for (const int32_t block_size : {1, 2, 16, 61, 64, 100}) {
     for (const auto& [num_tokens, width] : std::vector<std::pair<int64_t, int64_t>>{
              {1, 1}, {3, 3}, {17, 64}, {5, 2051}, {40, 2176}, {30000, 3}}) {
