@@ -7,7 +7,7 @@ BIN := $(if $(wildcard /usr/bin/cmake),/usr/bin/)
 CMAKE := $(BIN)cmake
 CTEST := $(BIN)ctest
 PREFIX ?= /usr/local
-REPLAY := replay examples/mooncake_conversation.jsonl --requests 24 --report report.html
+REPLAY := replay examples/mooncake_conversation.jsonl --requests 24 --tp 16 --report report.html
 
 .PHONY: demo test bench install format clean packages configure
 
