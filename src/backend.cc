@@ -14,6 +14,8 @@
 namespace sparsemla {
 namespace {
 
+constexpr int32_t kMaxThreads = 4096;
+
 std::string_view Environment(const char* name) {
   const char* value = std::getenv(name);
   return value == nullptr ? std::string_view() : std::string_view(value);
@@ -36,8 +38,9 @@ Result<std::unique_ptr<Backend>> CreateCpu(BackendOptions options) {
     if (!threads.ok()) return threads.status();
     options.num_threads = threads.value();
   }
-  SPARSEMLA_REQUIRE(options.num_threads >= 0, "num_threads is ", options.num_threads,
-                    "; it may not be negative");
+  SPARSEMLA_REQUIRE(options.num_threads >= 0 && options.num_threads <= kMaxThreads,
+                    "num_threads is ", options.num_threads, "; it must be in [0, ", kMaxThreads,
+                    "]");
   return MakeCpuBackend(options);
 }
 

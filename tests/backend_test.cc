@@ -180,7 +180,7 @@ TEST_F(BackendTest, AThreadCountThatIsNoPositiveNumberIsAnError) {
         "SPARSEMLA_NUM_THREADS is '" + std::string(text) + "'; it must be a positive whole number");
   }
   ExpectError("cpu", {.num_threads = -1}, StatusCode::kInvalidArgument,
-              "num_threads is -1; it may not be negative");
+              "num_threads is -1; it must be in [0, 4096]");
 }
 
 TEST_F(BackendTest, AnExecutorOfTheCallerRunsTheWorkAndReplacesThePool) {

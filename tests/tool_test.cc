@@ -206,10 +206,13 @@ TEST_F(ToolTest, UsageErrorsNameTheValueAndWhatThereIs) {
   ExpectBadInput("run --backend ref --kernel abacus" + file, "attention_ref");
   ExpectBadInput("run --splits 0" + file, "'0' is neither auto nor a positive");
   ExpectBadInput("run --splits 2x" + file, "'2x'");
-  ExpectBadInput("run --threads -1" + file, "-1");
+  ExpectBadInput("run --threads -1" + file, "-1; it must be in [0, 4096]");
+  ExpectBadInput("run --compute-units -1" + file, "-1");
   ExpectBadInput("run --schedule fair" + file, "balanced");
   ExpectBadInput("run --compute-units 99999999999" + file, "99999999999");
   ExpectBadInput("plan", "--kv-lens or --golden");
+  ExpectBadInput("plan --kv-lens 1,,2 --compute-units 4", "'1,,2'");
+  ExpectBadInput("plan --kv-lens '' --compute-units 4", "''");
   ExpectBadInput("plan --kv-lens 5,-1 --compute-units 4", "-1");
   ExpectBadInput("plan --kv-lens 5 --num-heads 129 --compute-units 4", "129");
   ExpectBadInput("plan --kv-lens 5 --compute-units -4", "-4");

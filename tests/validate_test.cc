@@ -282,6 +282,11 @@ std::vector<Flaw<P>> OutputFlaws() {
        "out has stride 7 in dimension 0; rows would overlap: it must be at least 8"},
       {[](P& p) { p.out.strides[1] = 0; },
        "out has stride 0 in dimension 1; rows would overlap: it must be at least 8"},
+      {[](P& p) { p.out.strides[0] = 8; },
+       "out has stride 8 in dimension 0; rows would overlap: it must be at least 16"},
+      {[](P& p) { p.out.strides[1] = int64_t{1} << 62; },
+       "out has stride 4611686018427387904 in dimension 1 of 2; it may span at most "
+       "1152921504606846976 elements"},
       {[](P& p) { p.out.dtype = DType::kFloat8E4M3; },
        "out is fp8_e4m3; it must be bf16, fp16 or fp32"},
       {[](P& p) { p.lse.shape[0] = 2; }, "lse has shape [2, 2]; it must be [>= 3, 2]"},

@@ -4,10 +4,14 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <charconv>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "sparsemla/backend.h"
 #include "tools/commands.h"
@@ -204,6 +208,21 @@ int ShowPlan(const PlanOptions& options) {
   return kExitOk;
 }
 
+// Whole numbers separated by commas; false if `text` is anything else.
+bool ParseList(std::string_view text, std::vector<int32_t>& numbers) {
+  numbers.clear();
+  const char* const end = text.data() + text.size();
+  for (const char* begin = text.data();; ++begin) {
+    int32_t number = 0;
+    const auto [stop, error] = std::from_chars(begin, end, number);
+    if (error != std::errc()) return false;
+    numbers.push_back(number);
+    if (stop == end) return true;
+    if (*stop != ',') return false;
+    begin = stop;
+  }
+}
+
 int CheckGolden(const PlanOptions& options) {
   int exit_code = kExitOk;
   Json json = Json::array();
@@ -234,8 +253,17 @@ void RegisterPlan(CLI::App& app, int& exit_code) {
   auto options = std::make_shared<PlanOptions>();
   CLI::App* command =
       app.add_subcommand("plan", "Show how rows become work items, or check golden plans");
-  command->add_option("--kv-lens", options->kv_lens, "Keys of every row, such as 2048,100,17")
-      ->delimiter(',');
+  command
+      ->add_option_function<std::string>(
+          "--kv-lens",
+          [options](const std::string& text) {
+            if (!ParseList(text, options->kv_lens)) {
+              throw CLI::ValidationError("--kv-lens",
+                                         fmt::format("'{}' is not a list like 2048,100,17", text));
+            }
+          },
+          "Keys of every row, such as 2048,100,17")
+      ->type_name("INT,...");
   command->add_option("--num-heads", options->num_heads, "Query heads")->capture_default_str();
   command->add_option("--compute-units", options->num_compute_units,
                       "Workers to plan for; 0: those of the default back end");

@@ -211,10 +211,8 @@ void RegisterRun(CLI::App& app, int& exit_code) {
   command->add_option("--backend", run->backend,
                       "Back end; default: SPARSEMLA_BACKEND, then the best that works here");
   command->add_option("--kernel", run->backend_options.kernel, "Attention kernel to force");
-  command
-      ->add_option("--threads", run->backend_options.num_threads,
-                   "Threads of the cpu back end; 0: SPARSEMLA_NUM_THREADS, then all cores")
-      ->check(CLI::NonNegativeNumber);
+  command->add_option("--threads", run->backend_options.num_threads,
+                      "Threads of the cpu back end; 0: SPARSEMLA_NUM_THREADS, then all cores");
   command
       ->add_option_function<std::string>(
           "--splits",
@@ -226,10 +224,8 @@ void RegisterRun(CLI::App& app, int& exit_code) {
           "auto")
       ->type_name("N|auto");
   AddScheduleOption(*command, run->run.schedule);
-  command
-      ->add_option("--compute-units", run->run.num_compute_units,
-                   "Workers to plan for; 0: what the back end says")
-      ->check(CLI::NonNegativeNumber);
+  command->add_option("--compute-units", run->run.num_compute_units,
+                      "Workers to plan for; 0: what the back end says");
   command->add_flag("--check", run->check,
                     "Compare with the expected answers; exit 1 if one is wrong");
   command->add_option("--output", run->output, "Write the answers to this safetensors file");

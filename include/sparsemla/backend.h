@@ -54,10 +54,12 @@ struct Executor {
 };
 
 struct BackendOptions {
-  std::string kernel = {};  // attention kernel to force; empty: SPARSEMLA_CPU_KERNEL, then the best
-  int32_t num_threads =
-      0;                   // cpu: threads of the own pool; 0: SPARSEMLA_NUM_THREADS, then all cores
-  Executor executor = {};  // cpu: threads of the caller instead of the own pool
+  // Attention kernel to force; empty: SPARSEMLA_CPU_KERNEL, then the best.
+  std::string kernel = {};
+  // cpu: threads of the own pool, at most 4096; 0: SPARSEMLA_NUM_THREADS, then all cores.
+  int32_t num_threads = 0;
+  // cpu: threads of the caller instead of the own pool.
+  Executor executor = {};
 };
 
 class Backend {
