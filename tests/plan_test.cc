@@ -300,6 +300,9 @@ TEST(Plan, KeepsItsAddresses) {
   }
   Plan moved = std::move(plan);
   EXPECT_EQ(moved.kv_indptr().data(), before[1]);
+  // What is left behind refuses to work, and is no plan that a stage would take.
+  EXPECT_FALSE(plan.built());
+  EXPECT_EQ(plan.Build({}).status().message(), "the plan has been moved from");
 }
 
 // A55: Build allocates nothing, from the first call on and up to the limits.

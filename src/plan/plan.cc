@@ -216,6 +216,8 @@ Result<Plan> Plan::Create(const PlanCapacity& capacity) {
 }
 
 Result<bool> Plan::Build(const PlanParams& params) {
+  SPARSEMLA_CHECK(impl_ != nullptr, StatusCode::kFailedPrecondition,
+                  "the plan has been moved from");
   SPARSEMLA_RETURN_IF_ERROR(CheckLimits(impl_->capacity, params));
   SPARSEMLA_RETURN_IF_ERROR(plan::CheckLengths(impl_->capacity, params));
   Step step = Resolve(impl_->capacity, params);
@@ -239,7 +241,7 @@ Result<bool> Plan::Build(const PlanParams& params) {
 }
 
 bool Plan::built() const {
-  return impl_->built;
+  return impl_ != nullptr && impl_->built;
 }
 uint64_t Plan::generation() const {
   return impl_->generation;
