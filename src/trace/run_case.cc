@@ -95,7 +95,7 @@ Result<Plan> PlanCase(const Case& input, const RunOptions& options, int32_t num_
 
 Result<CaseResult> RunCase(const Case& input, const Backend& backend, const RunOptions& options) {
   const int32_t units = options.num_compute_units != 0 ? options.num_compute_units
-                                                      : backend.device().num_compute_units;
+                                                       : backend.device().num_compute_units;
   const Result<Plan> made = PlanCase(input, options, units);
   if (!made.ok()) return made.status();
   const Plan& plan = made.value();
