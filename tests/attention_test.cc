@@ -315,13 +315,14 @@ TEST_P(AttentionShapes, ANanInAQueryHeadIsSeenInThatHeadAlone) {
   AttentionCase attention(spec);
   const size_t head_bytes = 4 * static_cast<size_t>(spec.dims.head_dim_qk());
   std::memcpy(attention.query.data() + 2 * head_bytes + 12, &kNan, sizeof(kNan));
+  EXPECT_EQ(Mismatch(backend(), attention), "");
+  if (!backend().UnsupportedReason(ProblemOf(spec)).empty()) return;
   Outputs got = attention.MakeOutputs();
   ASSERT_TRUE(RunAttention(backend(), attention, {}, got).ok());
   for (int64_t h = 0; h < spec.dims.num_heads; ++h) {
     EXPECT_EQ(std::isnan(got.lse()(0, h)), h == 2) << "head " << h;
     EXPECT_FALSE(std::isnan(got.lse()(1, h))) << "head " << h;
   }
-  EXPECT_EQ(Mismatch(backend(), attention), "");
 }
 
 // Logits far from 0 neither overflow nor vanish.

@@ -143,16 +143,14 @@ TEST_F(BackendTest, AnUnknownKernelIsNamedWithThoseThatExist) {
 
 #if defined(__x86_64__)
 TEST_F(BackendTest, AKernelThatTheCpuCannotRunSaysWhatIsMissing) {
-  const auto forced = cpu::SelectKernel("attention_avx512", cpu::kAnyCpu);
+  const auto forced = cpu::FindKernel("attention_avx512", cpu::kAnyCpu);
   EXPECT_EQ(forced.status().code(), StatusCode::kUnsupported);
   EXPECT_EQ(forced.status().message(), "attention_avx512 needs avx512f; this CPU has baseline");
-  const auto best = [](cpu::ArchFlags arch) {
-    const auto kernel = cpu::SelectKernel("", arch);
-    return kernel.ok() ? std::string(kernel.value()->name) : kernel.status().message();
-  };
+  const auto best = [](cpu::ArchFlags arch) { return cpu::BestKernel({}, arch).name; };
   EXPECT_EQ(best(cpu::kAnyCpu), "attention_portable");
   EXPECT_EQ(best(cpu::kAvx2), "attention_avx2");
   EXPECT_EQ(best(cpu::kAvx2 | cpu::kAvx512), "attention_avx512");
+  EXPECT_EQ(best(cpu::kAvx2 | cpu::kAvx512 | cpu::kAmxBf16), "attention_amx_bf16");
 }
 #endif
 

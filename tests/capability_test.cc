@@ -70,8 +70,12 @@ TEST_P(CapabilityTest, EveryHeadCountIsAnsweredAndSolved) {  // A63, lesson 9
         EXPECT_NE(reason.find(StrCat("num_heads is ", heads)), std::string::npos) << reason;
         continue;
       }
-      ASSERT_EQ(reason, "");
       const AttentionCase attention(spec);
+      if (reason.starts_with(GetParam().kernel)) {  // it says that this is not for it, and refuses
+        EXPECT_EQ(Mismatch(backend(), attention), "");
+        continue;
+      }
+      ASSERT_EQ(reason, "");
       Outputs got = attention.MakeOutputs();
       ASSERT_TRUE(RunAttention(backend(), attention, {}, got).ok()) << heads << " heads";
     }

@@ -32,6 +32,8 @@ class KernelFormatTest : public testing::TestWithParam<std::tuple<KernelUnderTes
     if (!reason.empty()) GTEST_SKIP() << reason;
     backend_ = MakeBackend(std::get<0>(GetParam()));
     ASSERT_NE(backend_, nullptr);
+    const std::string refusal = backend_->UnsupportedReason(ProblemOf(ForFormat({}, format())));
+    if (!refusal.empty()) GTEST_SKIP() << refusal;
   }
   const Backend& backend() const { return *backend_; }
   const KernelUnderTest& kernel() const { return std::get<0>(GetParam()); }

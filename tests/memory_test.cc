@@ -65,7 +65,7 @@ INSTANTIATE_TEST_SUITE_P(All, MemoryTest, EveryKernelAndFormat(), KernelFormatNa
 // none is written behind the outputs.
 TEST_P(MemoryTest, NothingIsTouchedBehindTheLastByteOfAnyArray) {
   for (const auto& [latent, rope] :
-       std::vector<std::pair<int32_t, int32_t>>{{512, 64}, {512, 0}, {33, 0}, {9, 4}}) {
+       std::vector<std::pair<int32_t, int32_t>>{{512, 64}, {512, 0}, {33, 0}, {34, 9}, {9, 4}}) {
     for (const int32_t heads : {1, 5, 16}) {
       for (const bool split : {false, true}) {
         AttentionSpec spec = ForFormat(
@@ -75,6 +75,7 @@ TEST_P(MemoryTest, NothingIsTouchedBehindTheLastByteOfAnyArray) {
              .num_slots = 40,
              .split_query = split},
             format());
+        if (!backend().UnsupportedReason(ProblemOf(spec)).empty()) continue;
         AttentionCase attention(spec);
         const int32_t last = spec.num_slots - 1;
         std::memcpy(attention.Slot(last), attention.Slot(attention.live_slots[0]),

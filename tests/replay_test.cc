@@ -227,6 +227,7 @@ class WrongBackend final : public Backend {
   std::string_view name() const override { return "wrong"; }
   DeviceInfo device() const override { return inner_.device(); }
   std::vector<KernelInfo> kernels() const override { return inner_.kernels(); }
+  std::string_view KernelName(const Problem& p) const override { return inner_.KernelName(p); }
   std::string UnsupportedReason(const Problem& p) const override {
     return inner_.UnsupportedReason(p);
   }

@@ -162,6 +162,13 @@ bool SameBits(const Outputs& a, const Outputs& b) {
 
 // ---- calls -------------------------------------------------------------------------------------
 
+Problem ProblemOf(const AttentionSpec& spec) {
+  return {.dims = spec.dims,
+          .q_dtype = spec.q_dtype,
+          .cache_format = spec.cache_format,
+          .out_dtype = spec.out_dtype};
+}
+
 AttentionSpec ForFormat(AttentionSpec spec, CacheFormat format) {
   spec.cache_format = format;
   spec.q_dtype = ModelDType(format);
@@ -361,6 +368,13 @@ std::string Mismatch(const Backend& backend, const AttentionCase& attention,
                      const RunOptions& options) {
   Outputs got = attention.MakeOutputs();
   const Status status = RunAttention(backend, attention, options, got);
+  const std::string reason = backend.UnsupportedReason(ProblemOf(attention.spec));
+  if (!reason.empty()) {
+    EXPECT_EQ(status.code(), StatusCode::kUnsupported);
+    EXPECT_NE(status.message().find(reason), std::string::npos) << status.message();
+    EXPECT_TRUE(got.UntouchedFrom(0));
+    return "";
+  }
   if (!status.ok()) return status.message();
   const Outputs want = Expected(attention);
   return trace::CompareAnswers(

@@ -107,6 +107,7 @@ struct AttentionSpec {
 
 // Adapts types and sizes to a cache format (fp8_ds_mla has only 512 + 64 or 0 columns).
 AttentionSpec ForFormat(AttentionSpec spec, CacheFormat format);
+Problem ProblemOf(const AttentionSpec& spec);
 
 // The memory of one call. Half of the cache's slots, chosen at random, hold rows; the others, and
 // the gaps between strided rows, hold NaN. Rows select slots with repetition. The public members
@@ -169,7 +170,8 @@ Status RunAttention(const Backend& backend, const AttentionCase& attention,
 // The answer of `ref`, unsplit, in float32.
 Outputs Expected(const AttentionCase& attention);
 
-// Runs and compares with `Expected`; "" if all is well.
+// Runs and compares with `Expected`; "" if all is well. A forced kernel that says it does not take
+// the problem must refuse the call with that reason.
 std::string Mismatch(const Backend& backend, const AttentionCase& attention,
                      const RunOptions& options = {});
 

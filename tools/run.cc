@@ -97,18 +97,16 @@ bool AllRight(const std::vector<AnswerCheck>& checks) {
   return true;
 }
 
-std::string SelectedKernel(const Backend& backend) {
-  for (const KernelInfo& kernel : backend.kernels()) {
-    if (kernel.selected) return kernel.name;
-  }
-  return "";
+std::string_view KernelName(const trace::Case& input, const Backend& backend) {
+  return backend.KernelName(
+      {.dims = input.dims, .q_dtype = input.q_dtype(), .cache_format = input.kv_cache.format});
 }
 
 void PrintCase(const std::string& path, const trace::Case& input, const Backend& backend,
                const std::vector<AnswerCheck>& checks, bool check) {
   fmt::print("{}\n  {} tokens, {} heads, {} keys a row, {} cache, on {} ({})\n", path,
              input.num_tokens, input.dims.num_heads, input.topk_tokens,
-             CacheFormatName(input.kv_cache.format), backend.name(), SelectedKernel(backend));
+             CacheFormatName(input.kv_cache.format), backend.name(), KernelName(input, backend));
   if (!check) return;
   fmt::print("  {:18} {:>10} {:>10}\n", "answer", "error", "tolerance");
   for (const AnswerCheck& answer : checks) {
@@ -125,7 +123,7 @@ Json DescribeCase(const std::string& path, const trace::Case& input, const Backe
   Json entry = {{"file", path},
                 {"name", input.name},
                 {"backend", backend.name()},
-                {"kernel", SelectedKernel(backend)},
+                {"kernel", KernelName(input, backend)},
                 {"num_tokens", input.num_tokens},
                 {"num_heads", input.dims.num_heads},
                 {"topk_tokens", input.topk_tokens},

@@ -40,7 +40,7 @@ struct DeviceInfo {
 struct KernelInfo {
   std::string name;                // "attention_portable"
   std::string unavailable_reason;  // empty: this machine can run it
-  bool selected = false;           // runs if nothing else is forced
+  bool selected = false;           // runs a problem of bf16 queries, cache and output
 };
 
 // Runs `task(argument, i)` for every i in [0, count) on threads of an embedding engine and returns
@@ -69,6 +69,8 @@ class Backend {
   virtual std::string_view name() const = 0;  // "ref", "cpu"
   virtual DeviceInfo device() const = 0;
   virtual std::vector<KernelInfo> kernels() const = 0;  // best first
+  // The attention kernel that runs this problem, which must be one that can be solved here.
+  virtual std::string_view KernelName(const Problem& problem) const = 0;
   // Why this problem cannot be solved here; empty if it can.
   virtual std::string UnsupportedReason(const Problem& problem) const = 0;
 

@@ -17,9 +17,8 @@ constexpr int kPvVectors = 4;
 
 }  // namespace
 
-void attention_avx512(const AttentionCall& call, const AttentionItem& item,
-                      const AttentionScratch& scratch) {
-  RunItem(call, item, scratch);
+void attention_avx512(const AttentionCall& call, const AttentionItem& item, std::byte* scratch) {
+  RunItem(call, item, VectorScratch::At(scratch, call.dims));
 }
 
 }  // namespace sparsemla::cpu

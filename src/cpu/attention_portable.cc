@@ -20,9 +20,8 @@ constexpr int kPvVectors = 2;
 
 }  // namespace
 
-void attention_portable(const AttentionCall& call, const AttentionItem& item,
-                        const AttentionScratch& scratch) {
-  RunItem(call, item, scratch);
+void attention_portable(const AttentionCall& call, const AttentionItem& item, std::byte* scratch) {
+  RunItem(call, item, VectorScratch::At(scratch, call.dims));
 }
 
 }  // namespace sparsemla::cpu

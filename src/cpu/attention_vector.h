@@ -8,76 +8,37 @@
 // key's element is broadcast); the softmax is vertical; the output is a product with lanes =
 // columns (a weight is broadcast). All sums are float, in an order that depends on the item alone.
 
-#include "cpu/vector_types.h"
+#include "cpu/attention_common.h"
 
 // ---- the query ----------------------------------------------------------------------------------
-
-// Rounds to the nearest e4m3 code, saturating, and gives the code's value: what FromFloat and
-// ToFloat of numeric.h give for finite values and NaN, but for the sign of zero.
-SPARSEMLA_INLINE Floats QuantiseVector(Floats x, int bias, float largest) {
-  const Words sign = AsWords(x) & 0x80000000u;
-  Floats magnitude = AsFloats(AsWords(x) & 0x7FFFFFFFu);
-  magnitude = magnitude > largest ? Broadcast(largest) : magnitude;
-  const Words bits = AsWords(magnitude);
-  const Floats normal = AsFloats((bits + 0x7FFFFu + ((bits >> 20) & 1u)) & 0xFFF00000u);
-  // The last mantissa bit of 2^(21 - bias) is the subnormal step.
-  const Floats aligner = AsFloats(Words{} + (static_cast<uint32_t>(148 - bias) << 23));
-  const Floats subnormal = (magnitude + aligner) - aligner;
-  const Ints order = reinterpret_cast<Ints>(bits);
-  Floats value = order < ((128 - bias) << 23) ? subnormal : normal;
-  value = magnitude == magnitude ? value : magnitude;
-  return AsFloats(AsWords(value) | sign);
-}
-
-constexpr int kQueryColumns = 32;  // columns transposed at a time: their lines stay in L1
-
-SPARSEMLA_INLINE int64_t ElementBytes(DType dtype) {
-  if (dtype == DType::kFloat32) return 4;
-  return dtype == DType::kBFloat16 || dtype == DType::kFloat16 ? 2 : 1;
-}
-
-SPARSEMLA_INLINE void QuantiseTile(const AttentionCall& call, float* tile) {
-  const bool fnuz = call.cache_format == CacheFormat::kFp8E4M3Fnuz;
-  for (int i = 0; i < kQueryColumns; i += kLanes) {
-    const Floats x = Load<Floats>(tile + i) * call.quantise_scale;
-    Store(tile + i, fnuz ? QuantiseVector(x, 8, 224.0f) : QuantiseVector(x, 7, 448.0f));
-  }
-}
 
 // Fills scratch.queries: widened, quantised where the cache says so, transposed. Heads of the
 // padding are zero.
 void LoadQueries(const AttentionCall& call, const AttentionItem& item,
-                 const AttentionScratch& scratch) {
-  const int64_t rank = call.dims.kv_lora_rank;
+                 const VectorScratch& scratch) {
   const int64_t width = call.dims.head_dim_qk();
   alignas(64) float tile[kQueryColumns] = {};
   for (int64_t begin = 0; begin < width;) {
-    const bool latent = begin < rank;
-    const QueryPart& part = latent ? call.latent : call.rope;
-    int64_t count = (latent ? rank : width) - begin;
-    if (count > kQueryColumns) count = kQueryColumns;
-    const std::byte* source = part.data + item.row * part.row_stride_bytes +
-                              item.head_begin * part.head_stride_bytes +
-                              (latent ? begin : begin - rank) * ElementBytes(part.dtype);
+    const QueryColumns columns = FindQueryColumns(call, item, begin);
+    const std::byte* source = columns.data;
     float* const target = scratch.queries + begin * scratch.head_stride;
     for (int64_t h = 0; h < scratch.head_stride; ++h) {
       if (h < item.num_heads) {
-        WidenElements(part.dtype, source, count, tile);
-        if (call.quantise_scale != 0.0f) QuantiseTile(call, tile);
-        source += part.head_stride_bytes;
+        ReadQueryColumns(call, columns, source, tile);
+        source += columns.head_stride_bytes;
       } else {
         for (float& element : tile) element = 0.0f;
       }
-      for (int64_t i = 0; i < count; ++i) target[i * scratch.head_stride + h] = tile[i];
+      for (int64_t i = 0; i < columns.count; ++i) target[i * scratch.head_stride + h] = tile[i];
     }
-    begin += count;
+    begin += columns.count;
   }
 }
 
 // ---- cache rows ---------------------------------------------------------------------------------
 
-constexpr int64_t kPanelColumns = AttentionScratch::kPanelColumns;
-constexpr int64_t kPanelFloats = AttentionScratch::kPanelFloats;
+constexpr int64_t kPanelColumns = VectorScratch::kPanelColumns;
+constexpr int64_t kPanelFloats = VectorScratch::kPanelFloats;
 
 // Spreads a row of elements over the panels that start with `key`.
 template <typename T>
@@ -117,28 +78,6 @@ void WidenCacheRow(const AttentionCall& call, const std::byte* row, float* key) 
     }
   }
 }
-
-// The valid rows of an item, a block at a time.
-class RowCursor {
- public:
-  SPARSEMLA_INLINE RowCursor(const AttentionCall& call, const AttentionItem& item)
-      : call_(call), slot_(item.slots), end_(item.slots + item.num_slots) {}
-
-  // Writes the addresses of the next rows and returns how many there are, 0 at the end.
-  SPARSEMLA_INLINE int Next(const std::byte** rows) {
-    int count = 0;
-    for (; slot_ != end_ && count < AttentionScratch::kKeyBlock; ++slot_) {
-      if (*slot_ < 0 || *slot_ >= call_.num_slots) continue;
-      rows[count++] = call_.cache + *slot_ * call_.cache_row_stride_bytes;
-    }
-    return count;
-  }
-
- private:
-  const AttentionCall& call_;
-  const int32_t* slot_;
-  const int32_t* end_;
-};
 
 // Asks for the next block's rows while this one is computed, a few cache lines per tile, so that
 // the requests never fill the line buffers.
@@ -200,8 +139,8 @@ SPARSEMLA_INLINE void QkTile(const float* keys, const float* queries, int64_t he
 
 // The same for all keys of a block: as many large tiles as fit, then smaller ones.
 template <int kKeys, int kVectors>
-SPARSEMLA_INLINE void QkTiles(const AttentionCall& call, const AttentionScratch& scratch,
-                              int64_t head, int first_key, int num_keys, Prefetcher& prefetcher) {
+SPARSEMLA_INLINE void QkTiles(const AttentionCall& call, const VectorScratch& scratch, int64_t head,
+                              int first_key, int num_keys, Prefetcher& prefetcher) {
   int k = first_key;
   for (; k + kKeys <= num_keys; k += kKeys) {
     prefetcher.Step();
@@ -214,7 +153,7 @@ SPARSEMLA_INLINE void QkTiles(const AttentionCall& call, const AttentionScratch&
   }
 }
 
-void ComputeLogits(const AttentionCall& call, const AttentionScratch& scratch, int64_t num_heads,
+void ComputeLogits(const AttentionCall& call, const VectorScratch& scratch, int64_t num_heads,
                    int num_keys, Prefetcher& prefetcher) {
   int64_t head = 0;
   for (; head + (kQkVectors - 1) * kLanes < num_heads; head += kQkVectors * kLanes) {
@@ -245,7 +184,7 @@ SPARSEMLA_INLINE Floats Exp2(Floats x) {
 
 // Turns the block's logits into weights 2^(logit - max), and brings max, sum and rescale up to
 // date.
-void UpdateSoftmax(const AttentionScratch& scratch, int64_t num_heads, int num_keys, bool first) {
+void UpdateSoftmax(const VectorScratch& scratch, int64_t num_heads, int num_keys, bool first) {
   const int64_t stride = scratch.head_stride;
   const Floats none = Broadcast(-INFINITY);
   for (int64_t head = 0; head < num_heads; head += kLanes) {
@@ -276,7 +215,7 @@ void UpdateSoftmax(const AttentionScratch& scratch, int64_t num_heads, int num_k
 // out[h] = out[h] * rescale[h] + weights[h] . keys for kHeads heads and kVectors vectors of
 // columns.
 template <int kHeads, int kVectors>
-SPARSEMLA_INLINE void PvTile(const AttentionScratch& scratch, int64_t head, int64_t column,
+SPARSEMLA_INLINE void PvTile(const VectorScratch& scratch, int64_t head, int64_t column,
                              int num_keys, bool first) {
   Floats sum[kHeads][kVectors] = {};
   float* const out = scratch.out + head * scratch.value_stride + column;
@@ -308,7 +247,7 @@ SPARSEMLA_INLINE void PvTile(const AttentionScratch& scratch, int64_t head, int6
 }
 
 template <int kHeads, int kVectors>
-SPARSEMLA_INLINE void PvTiles(const AttentionScratch& scratch, int64_t head, int64_t num_heads,
+SPARSEMLA_INLINE void PvTiles(const VectorScratch& scratch, int64_t head, int64_t num_heads,
                               int64_t column, int num_keys, bool first, Prefetcher& prefetcher) {
   for (; head + kHeads <= num_heads; head += kHeads) {
     prefetcher.Step();
@@ -322,7 +261,7 @@ SPARSEMLA_INLINE void PvTiles(const AttentionScratch& scratch, int64_t head, int
 
 static_assert(kPanelColumns % (kPvVectors * kLanes) == 0, "a group of columns lies in one panel");
 
-void AddValues(const AttentionScratch& scratch, int64_t num_heads, int64_t rank, int num_keys,
+void AddValues(const VectorScratch& scratch, int64_t num_heads, int64_t rank, int num_keys,
                bool first, Prefetcher& prefetcher) {
   int64_t column = 0;
   for (; column + (kPvVectors - 1) * kLanes < rank; column += kPvVectors * kLanes) {
@@ -333,52 +272,11 @@ void AddValues(const AttentionScratch& scratch, int64_t num_heads, int64_t rank,
   }
 }
 
-// Normalises and writes one head. `any` is false where the item has no valid key; a head whose
-// logits are all -inf counts as one without keys.
-void WriteHead(const AttentionCall& call, const AttentionItem& item,
-               const AttentionScratch& scratch, int64_t h, bool any) {
-  const int64_t rank = call.dims.kv_lora_rank;
-  float* const values = scratch.out + h * scratch.value_stride;
-  float lse = -INFINITY;
-  float factor = 0.0f;
-  if (any && scratch.sum[h] != 0.0f) {
-    constexpr double kLn2 = 0.69314718055994530942;
-    lse = static_cast<float>(kLn2 * static_cast<double>(scratch.max_log2[h]) +
-                             log(static_cast<double>(scratch.sum[h])));
-    factor = call.value_scale / scratch.sum[h];
-  } else {
-    for (int64_t d = 0; d < rank; ++d) values[d] = 0.0f;
-  }
-  if (item.partial_out != nullptr) {
-    item.partial_lse[h] = lse;
-    return NarrowRow<float>(values, rank, factor, item.partial_out + h * rank);
-  }
-  const int64_t head = item.head_begin + h;
-  if (call.sinks != nullptr) {
-    const float total = LogAddExp(lse, call.sinks[head]);
-    factor *= MergeWeight(lse, total);
-    lse = total;
-  }
-  if (call.lse != nullptr) {
-    call.lse[item.row * call.lse_strides[0] + head * call.lse_strides[1]] = lse;
-  }
-  const int64_t offset = item.row * call.out_strides[0] + head * call.out_strides[1];
-  switch (call.out_dtype) {
-    case DType::kBFloat16:
-      return NarrowRow<BFloat16>(values, rank, factor, static_cast<BFloat16*>(call.out) + offset);
-    case DType::kFloat16:
-      return NarrowRow<Float16>(values, rank, factor, static_cast<Float16*>(call.out) + offset);
-    default:
-      return NarrowRow<float>(values, rank, factor, static_cast<float*>(call.out) + offset);
-  }
-}
-
-void RunItem(const AttentionCall& call, const AttentionItem& item,
-             const AttentionScratch& scratch) {
+void RunItem(const AttentionCall& call, const AttentionItem& item, const VectorScratch& scratch) {
   RowCursor cursor(call, item);
   const std::byte** rows = scratch.rows;
-  const std::byte** next_rows = scratch.rows + AttentionScratch::kKeyBlock;
-  int num_keys = cursor.Next(rows);
+  const std::byte** next_rows = scratch.rows + VectorScratch::kKeyBlock;
+  int num_keys = cursor.Next(rows, VectorScratch::kKeyBlock);
   const bool any = num_keys > 0;
   if (!any && item.partial_out == nullptr && !call.write_empty_rows) return;
   if (any) LoadQueries(call, item, scratch);
@@ -387,7 +285,7 @@ void RunItem(const AttentionCall& call, const AttentionItem& item,
       (call.dims.kv_lora_rank + kPvVectors * kLanes - 1) / (kPvVectors * kLanes);
   const int64_t steps = columns * ((item.num_heads + kPvHeads - 1) / kPvHeads);
   for (bool first = true; num_keys > 0; first = false) {
-    const int num_next = cursor.Next(next_rows);
+    const int num_next = cursor.Next(next_rows, VectorScratch::kKeyBlock);
     Prefetcher prefetcher(next_rows, num_next, call.cache_row_bytes, steps);
     for (int k = 0; k < num_keys; ++k) {
       WidenCacheRow(call, rows[k], scratch.keys + k * kPanelColumns);
@@ -400,7 +298,11 @@ void RunItem(const AttentionCall& call, const AttentionItem& item,
     next_rows = done;
     num_keys = num_next;
   }
-  for (int64_t h = 0; h < item.num_heads; ++h) WriteHead(call, item, scratch, h, any);
+  for (int64_t h = 0; h < item.num_heads; ++h) {
+    HeadState state;
+    if (any) state = {scratch.max_log2[h], scratch.sum[h], scratch.sum[h]};
+    WriteHead(call, item, h, state, scratch.out + h * scratch.value_stride);
+  }
 }
 
 #undef SPARSEMLA_INLINE

@@ -9,3 +9,4 @@
 #include "core/softmax_state.h"
 #include "cpu/kernels.h"
 #include "cpu/target.h"
+#include "cpu/vector_scratch.h"

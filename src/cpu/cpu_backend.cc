@@ -24,7 +24,6 @@ namespace {
 using cpu::AttentionCall;
 using cpu::AttentionItem;
 using cpu::AttentionKernel;
-using cpu::AttentionScratch;
 
 // Plans are cut for at least so many workers, whatever the machine: plans, and so the bits of the
 // results, are then the same on all but the largest ones.
@@ -49,13 +48,12 @@ struct CallMemory {
   std::byte* scratch = nullptr;  // [num_threads, scratch_bytes]
   int64_t scratch_bytes = 0;
 
-  static CallMemory Carve(Arena& arena, const PlanCapacity& capacity, int32_t num_threads) {
-    Arena one_thread;
-    AttentionScratch::Carve(one_thread, capacity.dims);
+  static CallMemory Carve(Arena& arena, const PlanCapacity& capacity, int64_t scratch_bytes,
+                          int32_t num_threads) {
     CallMemory memory;
     memory.partials = PartialBuffers::Carve(arena, plan::MaxPartialHeads(capacity), 1,
                                             capacity.dims.kv_lora_rank);
-    memory.scratch_bytes = static_cast<int64_t>(one_thread.used());
+    memory.scratch_bytes = scratch_bytes;
     memory.scratch = arena.Take<std::byte>(num_threads * memory.scratch_bytes);
     return memory;
   }
@@ -124,15 +122,20 @@ AttentionItem ResolveItem(const WorkItem& work, const Schedule& schedule, const 
 
 class CpuBackend final : public Backend {
  public:
-  CpuBackend(const AttentionKernel* kernel, Executor executor,
+  CpuBackend(const AttentionKernel* forced_kernel, Executor executor,
              std::unique_ptr<cpu::ThreadPool> pool)
-      : kernel_(kernel), executor_(executor), pool_(std::move(pool)) {}
+      : forced_kernel_(forced_kernel), executor_(executor), pool_(std::move(pool)) {}
 
   std::string_view name() const override { return "cpu"; }
   DeviceInfo device() const override;
   std::vector<KernelInfo> kernels() const override;
+  std::string_view KernelName(const Problem& problem) const override {
+    return KernelOf(problem).name;
+  }
   std::string UnsupportedReason(const Problem& problem) const override {
-    return sparsemla::UnsupportedReason(problem);
+    const std::string reason = sparsemla::UnsupportedReason(problem);
+    if (!reason.empty() || forced_kernel_ == nullptr) return reason;
+    return forced_kernel_->unsupported_reason(problem);
   }
   size_t AttentionWorkspaceBytes(const PlanCapacity& capacity) const override;
 
@@ -156,7 +159,13 @@ class CpuBackend final : public Backend {
   }
 
  private:
-  const AttentionKernel* kernel_;
+  const AttentionKernel& KernelOf(const Problem& problem) const {
+    return forced_kernel_ != nullptr ? *forced_kernel_ : cpu::BestKernel(problem, arch_);
+  }
+  int64_t ScratchBytes(const MlaDims& dims) const;
+
+  const cpu::ArchFlags arch_ = cpu::DetectArch();
+  const AttentionKernel* forced_kernel_;  // or null
   Executor executor_;
   std::unique_ptr<cpu::ThreadPool> pool_;  // null where the caller brought an executor
 };
@@ -164,25 +173,35 @@ class CpuBackend final : public Backend {
 DeviceInfo CpuBackend::device() const {
   const char* const threads = executor_.num_threads == 1 ? " thread" : " threads";
   return {.name = StrCat(CpuName(), ", ", executor_.num_threads, threads),
-          .features = cpu::ArchNames(cpu::DetectArch()),
+          .features = cpu::ArchNames(arch_),
           .num_compute_units = std::max(kMinComputeUnits, HardwareThreads()),
           .num_threads = executor_.num_threads};
 }
 
 std::vector<KernelInfo> CpuBackend::kernels() const {
-  const cpu::ArchFlags arch = cpu::DetectArch();
+  const AttentionKernel& selected = KernelOf(Problem{});
   std::vector<KernelInfo> infos;
   for (const AttentionKernel& kernel : cpu::AttentionKernels()) {
     infos.push_back({.name = std::string(kernel.name),
-                     .unavailable_reason = cpu::UnavailableReason(kernel, arch),
-                     .selected = &kernel == kernel_});
+                     .unavailable_reason = cpu::UnavailableReason(kernel, arch_),
+                     .selected = &kernel == &selected});
   }
   return infos;
 }
 
+// Which kernel runs depends on the problem; a workspace serves all of them.
+int64_t CpuBackend::ScratchBytes(const MlaDims& dims) const {
+  if (forced_kernel_ != nullptr) return forced_kernel_->scratch_bytes(dims);
+  int64_t bytes = 0;
+  for (const AttentionKernel& kernel : cpu::AttentionKernels()) {
+    if ((kernel.arch & ~arch_) == 0) bytes = std::max(bytes, kernel.scratch_bytes(dims));
+  }
+  return bytes;
+}
+
 size_t CpuBackend::AttentionWorkspaceBytes(const PlanCapacity& capacity) const {
   Arena measure;
-  CallMemory::Carve(measure, capacity, executor_.num_threads);
+  CallMemory::Carve(measure, capacity, ScratchBytes(capacity.dims), executor_.num_threads);
   return measure.used();
 }
 
@@ -194,24 +213,27 @@ Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Wo
   MlaDims item_dims = plan.dims();
   item_dims.num_heads = schedule.heads_per_item;
   Arena arena(workspace);
-  const CallMemory memory = CallMemory::Carve(arena, plan.capacity(), executor_.num_threads);
+  const CallMemory memory = CallMemory::Carve(
+      arena, plan.capacity(), ScratchBytes(plan.capacity().dims), executor_.num_threads);
   // Where Merge looks for this plan's partials (PlanPartials); at most what was carved.
   Arena partials_arena(workspace);
   const auto partials = PartialBuffers::Carve(partials_arena, schedule.num_partials,
                                               schedule.heads_per_item, item_dims.kv_lora_rank);
   const AttentionCall call = ResolveCall(params, item_dims);
+  const AttentionKernel& kernel = KernelOf({.dims = plan.dims(),
+                                            .q_dtype = plan.q_dtype(),
+                                            .cache_format = plan.cache_format(),
+                                            .out_dtype = params.out.dtype});
 
   const auto num_items = static_cast<int32_t>(schedule.work_items.size());
   std::atomic<int32_t> next_item = 0;
   cpu::ParallelFor(executor_, std::min(executor_.num_threads, num_items), [&](int32_t task) {
-    Arena scratch_arena(Workspace{memory.scratch + task * memory.scratch_bytes, 0});
-    const AttentionScratch scratch = AttentionScratch::Carve(scratch_arena, item_dims);
     for (int32_t i = next_item.fetch_add(1); i < num_items; i = next_item.fetch_add(1)) {
       const WorkItem& work = schedule.work_items[static_cast<size_t>(i)];
-      kernel_->run(
+      kernel.run(
           call,
           ResolveItem(work, schedule, params.kv_indices.data(), partials, item_dims.kv_lora_rank),
-          scratch);
+          memory.scratch + task * memory.scratch_bytes);
     }
   });
   return {};
@@ -220,8 +242,12 @@ Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Wo
 }  // namespace
 
 Result<std::unique_ptr<Backend>> MakeCpuBackend(const BackendOptions& options) {
-  const auto kernel = cpu::SelectKernel(options.kernel, cpu::DetectArch());
-  if (!kernel.ok()) return kernel.status();
+  const AttentionKernel* forced_kernel = nullptr;
+  if (!options.kernel.empty()) {
+    const auto found = cpu::FindKernel(options.kernel, cpu::DetectArch());
+    if (!found.ok()) return found.status();
+    forced_kernel = found.value();
+  }
   Executor executor = options.executor;
   std::unique_ptr<cpu::ThreadPool> pool;
   if (executor.parallel_for != nullptr) {
@@ -234,7 +260,7 @@ Result<std::unique_ptr<Backend>> MakeCpuBackend(const BackendOptions& options) {
     pool = std::move(created).value();
     executor = pool->executor();
   }
-  return std::unique_ptr<Backend>(new CpuBackend(kernel.value(), executor, std::move(pool)));
+  return std::unique_ptr<Backend>(new CpuBackend(forced_kernel, executor, std::move(pool)));
 }
 
 }  // namespace sparsemla

@@ -1,18 +1,19 @@
 #include "cpu/kernels.h"
 
+#if defined(__x86_64__) && defined(__linux__) && !defined(SPARSEMLA_EMULATE_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "core/require.h"
 
 namespace sparsemla::cpu {
 namespace {
 
-constexpr int64_t kLineFloats = Arena::kAlignment / sizeof(float);
-
-constexpr int64_t PadToLine(int64_t floats) {
-  return (floats + kLineFloats - 1) / kLineFloats * kLineFloats;
-}
-
 constexpr AttentionKernel kKernels[] = {
-#define SPARSEMLA_ATTENTION_KERNEL(name, arch) {#name, arch, name},
+#define SPARSEMLA_ATTENTION_KERNEL(name, arch, family) \
+  {#name, arch, name, family::ScratchBytes, family::UnsupportedReason},
 #include "cpu/kernels.inc"
 #undef SPARSEMLA_ATTENTION_KERNEL
 };
@@ -26,6 +27,27 @@ std::string KernelNames() {
   return names;
 }
 
+#if defined(__x86_64__)
+// Whether the tile unit is there and Linux lets this process use it: a process has to ask once, and
+// the answer is no where a sandbox filters the call.
+bool HasAmxBf16() {
+  if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512bf16")) return false;
+#if defined(SPARSEMLA_EMULATE_AMX)
+  return true;
+#elif defined(__linux__)
+  constexpr unsigned kAmxBits = 1u << 22 | 1u << 24;  // CPUID.7.0:EDX, AMX-BF16 and AMX-TILE
+  constexpr long kRequestPermission = 0x1023;         // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;                      // XFEATURE_XTILEDATA
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  if ((edx & kAmxBits) != kAmxBits) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 }  // namespace
 
 ArchFlags DetectArch() {
@@ -38,6 +60,7 @@ ArchFlags DetectArch() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
       arch |= kAvx512;
+      if (HasAmxBf16()) arch |= kAmxBf16;
     }
   }
 #endif
@@ -48,23 +71,8 @@ std::string ArchNames(ArchFlags arch) {
   std::string names;
   if (arch & kAvx2) names += "avx2";
   if (arch & kAvx512) names += names.empty() ? "avx512f" : " avx512f";
+  if (arch & kAmxBf16) names += names.empty() ? "amx_bf16" : " amx_bf16";
   return names.empty() ? "baseline" : names;
-}
-
-AttentionScratch AttentionScratch::Carve(Arena& arena, const MlaDims& dims) {
-  AttentionScratch scratch;
-  const int64_t num_panels = (dims.head_dim_qk() + kPanelColumns - 1) / kPanelColumns;
-  scratch.head_stride = PadToLine(dims.num_heads);
-  scratch.value_stride = PadToLine(dims.kv_lora_rank);
-  scratch.rows = arena.Take<const std::byte*>(2 * kKeyBlock);
-  scratch.keys = arena.Take<float>(num_panels * kPanelFloats);
-  scratch.queries = arena.Take<float>(dims.head_dim_qk() * scratch.head_stride);
-  scratch.scores = arena.Take<float>(kKeyBlock * scratch.head_stride);
-  scratch.out = arena.Take<float>(dims.num_heads * scratch.value_stride);
-  scratch.max_log2 = arena.Take<float>(scratch.head_stride);
-  scratch.sum = arena.Take<float>(scratch.head_stride);
-  scratch.rescale = arena.Take<float>(scratch.head_stride);
-  return scratch;
 }
 
 std::span<const AttentionKernel> AttentionKernels() {
@@ -77,15 +85,21 @@ std::string UnavailableReason(const AttentionKernel& kernel, ArchFlags arch) {
   return StrCat("needs ", ArchNames(missing), "; this CPU has ", ArchNames(arch));
 }
 
-Result<const AttentionKernel*> SelectKernel(std::string_view name, ArchFlags arch) {
+Result<const AttentionKernel*> FindKernel(std::string_view name, ArchFlags arch) {
   for (const AttentionKernel& kernel : kKernels) {
-    if (!name.empty() && name != kernel.name) continue;
+    if (name != kernel.name) continue;
     const std::string reason = UnavailableReason(kernel, arch);
     if (reason.empty()) return &kernel;
-    if (!name.empty()) return Status(StatusCode::kUnsupported, StrCat(name, " ", reason));
+    return Status(StatusCode::kUnsupported, StrCat(name, " ", reason));
   }
   return Status(StatusCode::kInvalidArgument,
                 StrCat("no attention kernel is called '", name, "'; there are ", KernelNames()));
+}
+
+const AttentionKernel& BestKernel(const Problem& problem, ArchFlags arch) {
+  const AttentionKernel* best = kKernels;
+  while ((best->arch & ~arch) != 0 || !best->unsupported_reason(problem).empty()) ++best;
+  return *best;
 }
 
 }  // namespace sparsemla::cpu

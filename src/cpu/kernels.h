@@ -8,8 +8,8 @@
 #include <string>
 #include <string_view>
 
-#include "core/workspace.h"
 #include "sparsemla/attention.h"
+#include "sparsemla/backend.h"
 #include "sparsemla/status.h"
 
 namespace sparsemla::cpu {
@@ -19,6 +19,8 @@ using ArchFlags = uint32_t;
 inline constexpr ArchFlags kAnyCpu = 0;
 inline constexpr ArchFlags kAvx2 = 1u << 0;    // AVX2 and FMA
 inline constexpr ArchFlags kAvx512 = 1u << 1;  // AVX-512 F, BW, DQ, VL, and all of kAvx2
+// AMX tiles of bfloat16, which the system lets this process use, AVX-512 VBMI and all of kAvx512.
+inline constexpr ArchFlags kAmxBf16 = 1u << 2;
 
 // What this processor and its operating system offer.
 ArchFlags DetectArch();
@@ -66,39 +68,25 @@ struct AttentionItem {
   float* partial_lse = nullptr;  // [num_heads]
 };
 
-// Memory of one thread. Strides are in floats and multiples of a cache line, so that vectors of any
-// instruction set may run over the last head or column.
-struct AttentionScratch {
-  // Keys widened at a time. 48: a multiple of every kernel's tile, and the panel of the block that
-  // one group of output columns needs stays in L1 beside the weights of 128 heads.
-  static constexpr int32_t kKeyBlock = 48;
-  // Columns that lie together. A constant distance of two keys spares the logits' tile, which reads
-  // up to 24 keys at once, an address register for each.
-  static constexpr int32_t kPanelColumns = 64;
-  static constexpr int64_t kPanelFloats = int64_t{kKeyBlock} * kPanelColumns;
+// Computes one item: writes its row of `out` and `lse` (sinks applied), or its partials. Slots
+// outside the cache are skipped and touch no memory. `scratch` is aligned to Arena::kAlignment; its
+// contents mean nothing. Allocates nothing.
+using AttentionFunction = void (*)(const AttentionCall& call, const AttentionItem& item,
+                                   std::byte* scratch);
 
-  int64_t head_stride = 0;   // num_heads, padded
-  int64_t value_stride = 0;  // kv_lora_rank, padded
-
-  const std::byte** rows = nullptr;  // [2, kKeyBlock] cache rows of this block and the next
-  float* keys = nullptr;             // [panels of head_dim_qk, kKeyBlock, kPanelColumns]
-  float* queries = nullptr;          // [head_dim_qk, head_stride]
-  float* scores = nullptr;           // [kKeyBlock, head_stride] logits, then weights
-  float* out = nullptr;              // [num_heads, value_stride] not yet normalised
-  float* max_log2 = nullptr;         // [head_stride] running maximum
-  float* sum = nullptr;              // [head_stride] sum of the weights
-  float* rescale = nullptr;          // [head_stride] what the maximum's rise makes of older weights
-
-  static AttentionScratch Carve(Arena& arena, const MlaDims& dims);
+// What the kernels of one family share. ScratchBytes: of one thread, for items of up to
+// dims.num_heads heads. UnsupportedReason: why a well-formed problem is not for them, or empty.
+struct VectorKernels {
+  static int64_t ScratchBytes(const MlaDims& dims);
+  static std::string UnsupportedReason(const Problem& problem);
+};
+struct AmxKernels {
+  static int64_t ScratchBytes(const MlaDims& dims);
+  static std::string UnsupportedReason(const Problem& problem);
 };
 
-// Computes one item: writes its row of `out` and `lse` (sinks applied), or its partials. Slots
-// outside the cache are skipped and touch no memory. Allocates nothing.
-using AttentionFunction = void (*)(const AttentionCall& call, const AttentionItem& item,
-                                   const AttentionScratch& scratch);
-
-#define SPARSEMLA_ATTENTION_KERNEL(name, arch) \
-  void name(const AttentionCall& call, const AttentionItem& item, const AttentionScratch& scratch);
+#define SPARSEMLA_ATTENTION_KERNEL(name, arch, family) \
+  void name(const AttentionCall& call, const AttentionItem& item, std::byte* scratch);
 #include "cpu/kernels.inc"
 #undef SPARSEMLA_ATTENTION_KERNEL
 
@@ -106,6 +94,8 @@ struct AttentionKernel {
   std::string_view name;
   ArchFlags arch = kAnyCpu;
   AttentionFunction run = nullptr;
+  int64_t (*scratch_bytes)(const MlaDims& dims) = nullptr;
+  std::string (*unsupported_reason)(const Problem& problem) = nullptr;
 };
 
 // All rows of kernels.inc, best first.
@@ -114,8 +104,12 @@ std::span<const AttentionKernel> AttentionKernels();
 // "needs avx512f; this CPU has avx2", or empty.
 std::string UnavailableReason(const AttentionKernel& kernel, ArchFlags arch);
 
-// The kernel of that name, or the best one if the name is empty. kInvalidArgument: there is no such
-// kernel; kUnsupported: it needs more than `arch`.
-Result<const AttentionKernel*> SelectKernel(std::string_view name, ArchFlags arch);
+// The kernel of that name. kInvalidArgument: there is none; kUnsupported: it needs more than
+// `arch`.
+Result<const AttentionKernel*> FindKernel(std::string_view name, ArchFlags arch);
+
+// The best kernel that `arch` can run and that takes the problem; the last one takes every
+// well-formed problem on every machine.
+const AttentionKernel& BestKernel(const Problem& problem, ArchFlags arch);
 
 }  // namespace sparsemla::cpu

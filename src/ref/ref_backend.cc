@@ -258,6 +258,8 @@ class RefBackend final : public Backend {
     return {{.name = "attention_ref", .unavailable_reason = {}, .selected = true}};
   }
 
+  std::string_view KernelName(const Problem&) const override { return "attention_ref"; }
+
   std::string UnsupportedReason(const Problem& problem) const override {
     return sparsemla::UnsupportedReason(problem);
   }

@@ -10,13 +10,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string KernelName(const Backend& backend) {
-  for (const KernelInfo& kernel : backend.kernels()) {
-    if (kernel.selected) return ", " + kernel.name;
-  }
-  return "";
-}
-
 std::string Line(std::string_view name, std::string_view value) {
   return fmt::format("{:<15} {}\n", name, value);
 }
@@ -61,7 +54,9 @@ RunDescription Describe(const std::string& trace, int32_t tp, const ReplayOption
        fmt::format("{} tokens a step, {} requests at a time, {} drafts, {} ms a step",
                    engine.token_budget, engine.max_num_seqs, engine.draft_tokens, engine.step_ms)},
       {"back end",
-       fmt::format("{}{}: {}", backend.name(), KernelName(backend), backend.device().name)},
+       fmt::format("{}, {}: {}", backend.name(),
+                   backend.KernelName({.dims = options.dims, .cache_format = options.cache_format}),
+                   backend.device().name)},
       {"plan", fmt::format("{} schedule for {} workers, used by {} of {} layers",
                            options.schedule == ScheduleKind::kAiter ? "aiter" : "balanced",
                            backend.device().num_compute_units, options.num_layers,

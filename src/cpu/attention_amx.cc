@@ -1,0 +1,403 @@
+// Attention on AMX: logits as K Q^T with the cache rows as they lie, weights in bf16 against a
+// reference that is a power of two, values packed just in time. Why it is built so, its cycle
+// budget and what lost: docs/amx.md.
+#if defined(__x86_64__)
+
+#if defined(__GNUC__) && !defined(__clang__)
+// The intrinsics of g++ 12 leave registers undefined on purpose, and it warns of its own header.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
+#include <immintrin.h>
+
+#include "cpu/amx_scratch.h"
+#include "cpu/amx_tile.h"
+#include "cpu/attention_vector_deps.h"
+
+SPARSEMLA_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma")
+namespace sparsemla::cpu {
+namespace {
+
+constexpr int kLanes = 16;
+#include "cpu/attention_common.h"
+//
+#include "cpu/attention_amx_vector.h"
+
+constexpr int kChunkKeys = AmxScratch::kChunkKeys;
+
+// ---- one chunk of keys --------------------------------------------------------------------------
+
+// The A operand of the logits: two tiles of 16 rows each.
+struct KeyTiles {
+  const void* rows[2];
+  int64_t stride_bytes[2];
+};
+
+// Whether 16 rows lie one after the other, so that a tile can be loaded where they are.
+SPARSEMLA_INLINE bool AreConsecutive(const std::byte* const* rows, int64_t stride) {
+  const __m512i first = _mm512_set1_epi64(reinterpret_cast<int64_t>(rows[0]));
+  const __m512i steps = _mm512_setr_epi64(0, stride, 2 * stride, 3 * stride, 4 * stride, 5 * stride,
+                                          6 * stride, 7 * stride);
+  const __m512i low = _mm512_add_epi64(first, steps);
+  const __m512i high = _mm512_add_epi64(low, _mm512_set1_epi64(8 * stride));
+  return (_mm512_cmpneq_epi64_mask(_mm512_loadu_si512(rows), low) |
+          _mm512_cmpneq_epi64_mask(_mm512_loadu_si512(rows + 8), high)) == 0;
+}
+
+// Asks for the rows of a later chunk, a few lines a step: more would take the fill buffers that the
+// tile loads need.
+class RowPrefetcher {
+ public:
+  SPARSEMLA_INLINE RowPrefetcher(const std::byte* const* rows, int num_rows, int64_t lines,
+                                 int64_t steps)
+      : row_(rows), end_(rows + num_rows), lines_(lines) {
+    per_step_ = (num_rows * lines + steps - 1) / steps;
+  }
+  SPARSEMLA_INLINE void Step() {
+    for (int64_t i = 0; i < per_step_ && row_ != end_; ++i) {
+      __builtin_prefetch(*row_ + line_ * 64, 0, 2);  // into L2: L1 is spoken for
+      if (++line_ == lines_) {
+        line_ = 0;
+        ++row_;
+      }
+    }
+  }
+
+ private:
+  const std::byte* const* row_;
+  const std::byte* const* end_;
+  int64_t lines_;
+  int64_t per_step_;
+  int64_t line_ = 0;
+};
+
+// logits [32 keys, 16 * kTiles heads] of one chunk, with the softmax of the previous pass in the
+// shadow of the products. One tile of heads has two sums, of even and of odd steps, as a product
+// waits for the one before it.
+template <int kTiles>
+SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* queries, int64_t steps,
+                                    Softmax<kTiles>& softmax, RowPrefetcher& prefetcher,
+                                    float* logits) {
+  const auto* const a0 = static_cast<const std::byte*>(keys.rows[0]);
+  const auto* const a1 = static_cast<const std::byte*>(keys.rows[1]);
+  const int64_t stride0 = keys.stride_bytes[0];
+  const int64_t stride1 = keys.stride_bytes[1];
+  ZeroTile<0>();
+  ZeroTile<1>();
+  ZeroTile<2>();
+  ZeroTile<3>();
+  if constexpr (kTiles == 2) {
+    const uint16_t* const second = queries + steps * 512;
+    for (int64_t k = 0; k < steps; ++k) {
+      StreamTile<6>(queries + k * 512, 64);
+      LoadTile<4>(a0 + k * 64, stride0);
+      MultiplyTiles<0, 4, 6>();
+      LoadTile<5>(a1 + k * 64, stride1);
+      MultiplyTiles<2, 5, 6>();
+      softmax.Step();
+      StreamTile<6>(second + k * 512, 64);
+      MultiplyTiles<1, 4, 6>();
+      MultiplyTiles<3, 5, 6>();
+      prefetcher.Step();
+    }
+    StoreTile<0>(logits, 128);
+    StoreTile<1>(logits + 16, 128);
+    StoreTile<2>(logits + 512, 128);
+    StoreTile<3>(logits + 528, 128);
+  } else {
+    for (int64_t k = 0; k < steps; k += 2) {
+      StreamTile<6>(queries + k * 512, 64);
+      LoadTile<4>(a0 + k * 64, stride0);
+      MultiplyTiles<0, 4, 6>();
+      LoadTile<5>(a1 + k * 64, stride1);
+      MultiplyTiles<1, 5, 6>();
+      softmax.Step();
+      StreamTile<6>(queries + (k + 1) * 512, 64);
+      LoadTile<4>(a0 + k * 64 + 64, stride0);
+      MultiplyTiles<2, 4, 6>();
+      LoadTile<5>(a1 + k * 64 + 64, stride1);
+      MultiplyTiles<3, 5, 6>();
+      prefetcher.Step();
+      softmax.Step();
+      prefetcher.Step();
+    }
+    alignas(64) float odd[512];
+    StoreTile<0>(logits, 64);
+    StoreTile<1>(logits + 256, 64);
+    StoreTile<2>(odd, 64);
+    StoreTile<3>(odd + 256, 64);
+    for (int i = 0; i < 512; i += 16) {
+      _mm512_store_ps(logits + i,
+                      _mm512_add_ps(_mm512_load_ps(logits + i), _mm512_load_ps(odd + i)));
+    }
+  }
+}
+
+// ---- one group of value columns -----------------------------------------------------------------
+
+// folded [4, 16, 16] = weights of all chunks . panel, with the previous group's folding and the
+// next panel's packing in the shadow. Two tiles of heads by two of columns, or one by four.
+template <int kTiles, typename Packer>
+SPARSEMLA_INLINE void ComputeValues(const uint16_t* weights, const std::byte* panel, int num_chunks,
+                                    int pairs_per_step, Packer& packer, Folder& folder,
+                                    float* folded) {
+  const int rows_per_step = (16 + num_chunks - 1) / num_chunks;
+  ZeroTile<0>();
+  ZeroTile<1>();
+  ZeroTile<2>();
+  ZeroTile<3>();
+  for (int c = 0; c < num_chunks; ++c) {
+    if constexpr (kTiles == 2) {
+      LoadTile<6>(panel, 64);
+      StreamTile<4>(weights, 64);
+      MultiplyTiles<0, 4, 6>();
+      StreamTile<5>(weights + AmxScratch::kChunks * 512, 64);
+      MultiplyTiles<2, 5, 6>();
+      folder.Step(rows_per_step);
+      LoadTile<6>(panel + kTileBytes, 64);
+      MultiplyTiles<1, 4, 6>();
+      MultiplyTiles<3, 5, 6>();
+      packer.Step(pairs_per_step);
+      panel += 2 * kTileBytes;
+    } else {
+      LoadTile<4>(weights, 64);
+      LoadTile<5>(panel, 64);
+      MultiplyTiles<0, 4, 5>();
+      LoadTile<6>(panel + kTileBytes, 64);
+      MultiplyTiles<1, 4, 6>();
+      folder.Step(rows_per_step);
+      LoadTile<5>(panel + 2 * kTileBytes, 64);
+      MultiplyTiles<2, 4, 5>();
+      LoadTile<6>(panel + 3 * kTileBytes, 64);
+      MultiplyTiles<3, 4, 6>();
+      packer.Step(pairs_per_step);
+      panel += 4 * kTileBytes;
+    }
+    weights += 512;
+  }
+  StoreTile<0>(folded, 64);
+  StoreTile<1>(folded + 256, 64);
+  StoreTile<2>(folded + 512, 64);
+  StoreTile<3>(folded + 768, 64);
+}
+
+// ---- one item -----------------------------------------------------------------------------------
+
+template <int kTiles>
+class ItemRunner {
+ public:
+  ItemRunner(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch)
+      : call_(call), item_(item), scratch_(scratch), softmax_(scratch, call.scale_log2) {
+    const int64_t columns = call.dims.head_dim_qk();
+    in_place_ = call.cache_format == CacheFormat::kBFloat16 && columns % 64 == 0;
+    tile_copy_ = scratch.width / 64 <= kTileRows;
+    if (call.cache_format == CacheFormat::kFp8E4M3Fnuz) {
+      table_ = MakeCodeTable<Float8E4M3Fnuz>(true);
+    } else if (call.cache_format != CacheFormat::kBFloat16) {
+      table_ = MakeCodeTable<Float8E4M3>(false);
+    }
+    const bool aligned = (reinterpret_cast<uintptr_t>(call.cache) % 64 == 0) &&
+                         call.cache_row_stride_bytes % 64 == 0;
+    lines_ = (call.cache_row_bytes + 63 + (aligned ? 0 : 63)) / 64;
+  }
+
+  void Run() {
+    RowCursor cursor(call_, item_);
+    const std::byte** rows = scratch_.rows;
+    const std::byte** next_rows = scratch_.rows + AmxScratch::kBlockKeys;
+    int num_keys = cursor.Next(rows, kBlockKeys);
+    if (num_keys == 0) return WriteEmpty();
+    // The first rows are on their way while the query is packed.
+    RowPrefetcher(rows, num_keys < 2 * kChunkKeys ? num_keys : 2 * kChunkKeys, lines_, 1).Step();
+    ConfigureTiles(tile_copy_ ? static_cast<int>(scratch_.width / 64) : kTileRows);
+    Start();
+    for (bool first = true; num_keys > 0; first = false) {
+      const int num_next = cursor.Next(next_rows, kBlockKeys);
+      const int num_chunks = (num_keys + kChunkKeys - 1) / kChunkKeys;
+      for (int k = num_keys; k < num_chunks * kChunkKeys; ++k) {
+        rows[k] = reinterpret_cast<const std::byte*>(scratch_.zeros);
+      }
+      AddLogits(rows, num_keys, next_rows, num_next, first);
+      AddValues(num_chunks, first);
+      const std::byte** const done = rows;
+      rows = next_rows;
+      next_rows = done;
+      num_keys = num_next;
+    }
+    ReleaseTiles();
+    Write();
+  }
+
+ private:
+  static constexpr int kPanelTiles = kTiles == 2 ? 2 : 4;  // tiles of value columns in a panel
+  static constexpr int kLines = kPanelTiles / 2;           // lines of a row in a panel
+  static constexpr int kBlockKeys = AmxScratch::kBlockKeys / kLines;
+
+  void Start() {
+    for (int64_t i = 0; i < scratch_.width; i += 32) {
+      _mm512_store_si512(scratch_.zeros + i, __m512i{});
+    }
+    for (int64_t i = 0; i < scratch_.head_tiles * 16; ++i) {
+      scratch_.reference[i] = kNoReference;
+      scratch_.sum[i] = 0.0f;
+      scratch_.rounded_sum[i] = 0.0f;
+    }
+    PackQueries(call_, item_, scratch_);
+  }
+
+  // The rows of one chunk as tiles: where they are, in the ring, or converted in the block. The
+  // last pass's softmax runs beside the copies.
+  KeyTiles Stage(const std::byte* const* rows, int chunk, int num_keys) {
+    const int64_t row_bytes = 2 * scratch_.width;
+    if (!in_place_) {
+      uint16_t* const target = scratch_.block + chunk * kChunkKeys * scratch_.width;
+      for (int k = 0; k < kChunkKeys; ++k) {
+        uint16_t* const row = target + k * scratch_.width;
+        ConvertRow(k < num_keys ? rows[k] : nullptr, row);
+        scratch_.values[chunk * kChunkKeys + k] = reinterpret_cast<const std::byte*>(row);
+        softmax_.Step();
+      }
+      return {{target, target + 16 * scratch_.width}, {row_bytes, row_bytes}};
+    }
+    KeyTiles keys;
+    for (int half = 0; half < 2; ++half) {
+      const std::byte* const* const from = rows + half * kTileRows;
+      uint16_t* const target = scratch_.ring + half * kTileRows * scratch_.width;
+      keys.rows[half] = target;
+      keys.stride_bytes[half] = row_bytes;
+      for (int k = 0; k < kTileRows; ++k) {
+        scratch_.values[chunk * kChunkKeys + half * kTileRows + k] = from[k];
+      }
+      if (AreConsecutive(from, call_.cache_row_stride_bytes)) {
+        keys.rows[half] = from[0];
+        keys.stride_bytes[half] = call_.cache_row_stride_bytes;
+        continue;
+      }
+      for (int k = 0; k < kTileRows; ++k) {
+        CopyToRing(from[k], target + k * scratch_.width);
+        softmax_.Step();
+      }
+    }
+    return keys;
+  }
+
+  // Through a tile and past L1, so that the source's lines do not push the ring out of it.
+  SPARSEMLA_INLINE void CopyToRing(const std::byte* row, uint16_t* target) {
+    if (!tile_copy_) return CopyRow(row, scratch_.width, scratch_.width, target);
+    StreamTile<kCopyTile>(row, 64);
+    StoreTile<kCopyTile>(target, 64);
+    StreamTile<kCopyTile>(row + scratch_.width, 64);
+    StoreTile<kCopyTile>(target + scratch_.width / 2, 64);
+  }
+
+  SPARSEMLA_INLINE void ConvertRow(const std::byte* row, uint16_t* target) {
+    const int64_t columns = call_.dims.head_dim_qk();
+    if (row == nullptr) return CopyRow(nullptr, 0, scratch_.width, target);
+    switch (call_.cache_format) {
+      case CacheFormat::kFp8DsMla:
+        return DecodeDsMlaRow(table_, row, columns, target);
+      case CacheFormat::kFp8E4M3:
+      case CacheFormat::kFp8E4M3Fnuz:
+        return DecodeRow(table_, row, columns, scratch_.width, target);
+      default:
+        return CopyRow(row, columns, scratch_.width, target);
+    }
+  }
+
+  // Weights of a block of keys.
+  void AddLogits(const std::byte* const* rows, int num_keys, const std::byte* const* next_rows,
+                 int num_next, bool first_block) {
+    const int64_t steps = scratch_.width / 32;
+    const int64_t passes = scratch_.head_tiles / kTiles;
+    const int num_chunks = (num_keys + kChunkKeys - 1) / kChunkKeys;
+    for (int c = 0; c < num_chunks; ++c) {
+      const int in_chunk = AtMost(num_keys - c * kChunkKeys, kChunkKeys);
+      const KeyTiles keys = Stage(rows + c * kChunkKeys, c, in_chunk);
+      // Two chunks ahead, which may be in the next block.
+      const bool within = c + 2 < num_chunks;
+      const int ahead = (within ? c + 2 : c + 2 - num_chunks) * kChunkKeys;
+      RowPrefetcher prefetcher((within ? rows : next_rows) + ahead,
+                               AtMost((within ? num_keys : num_next) - ahead, kChunkKeys), lines_,
+                               passes * steps);
+      for (int64_t tile = 0; tile < scratch_.head_tiles; tile += kTiles) {
+        parity_ ^= 1;
+        float* const logits = scratch_.logits + parity_ * kChunkKeys * 32;
+        ComputeLogits<kTiles>(keys, scratch_.queries + tile * steps * 512, steps, softmax_,
+                              prefetcher, logits);
+        softmax_.RunAll();
+        softmax_.Begin(logits, tile, c, in_chunk, first_block);
+      }
+    }
+    softmax_.RunAll();
+  }
+
+  // Outputs of a block of keys.
+  void AddValues(int num_chunks, bool first_block) {
+    const int passes = static_cast<int>(scratch_.head_tiles / kTiles);
+    const int64_t value_tiles = 2 * scratch_.value_groups;
+    PanelPacker<kLines> packer(scratch_, num_chunks);
+    Folder folder(first_block);
+    packer.Begin(0, scratch_.panels);
+    packer.Step(num_chunks * 16);
+    for (int64_t group = 0; group < scratch_.value_groups; group += kLines) {
+      const int which = static_cast<int>(group / kLines % 2);
+      const std::byte* const panel = scratch_.panels + which * AmxScratch::kPanelBytes;
+      if (group + kLines < scratch_.value_groups) {
+        packer.Begin((group + kLines) * 64,
+                     scratch_.panels + (1 - which) * AmxScratch::kPanelBytes);
+      }
+      for (int64_t tile = 0; tile < scratch_.head_tiles; tile += kTiles) {
+        parity_ ^= 1;
+        float* const folded = scratch_.folded + parity_ * 1024;
+        ComputeValues<kTiles>(scratch_.weights + tile * AmxScratch::kChunks * 512, panel,
+                              num_chunks, (16 + passes - 1) / passes, packer, folder, folded);
+        folder.Begin(folded, scratch_.out + (tile * value_tiles + 2 * group) * 256,
+                     kTiles == 2 ? value_tiles * 256 : 512);
+      }
+    }
+    folder.Step(16);
+  }
+
+  void Write() {
+    // The ring is free now and holds a row of values, twice as wide.
+    auto* const values = reinterpret_cast<float*>(scratch_.ring);
+    for (int64_t h = 0; h < item_.num_heads; ++h) {
+      WriteOutput(call_, item_, scratch_, h, values);
+    }
+  }
+
+  void WriteEmpty() {
+    if (item_.partial_out == nullptr && !call_.write_empty_rows) return;
+    auto* const values = reinterpret_cast<float*>(scratch_.ring);
+    for (int64_t h = 0; h < item_.num_heads; ++h) WriteHead(call_, item_, h, {}, values);
+  }
+
+  static int AtMost(int count, int limit) { return count < 0 ? 0 : count < limit ? count : limit; }
+
+  const AttentionCall& call_;
+  const AttentionItem& item_;
+  const AmxScratch scratch_;
+  Softmax<kTiles> softmax_;
+  CodeTable table_ = {};
+  int64_t lines_ = 0;       // of a cache row
+  bool in_place_ = false;   // cache rows are operands as they lie
+  bool tile_copy_ = false;  // half a row fits the copy tile
+  int parity_ = 0;          // of the double buffers
+};
+
+}  // namespace
+
+void attention_amx_bf16(const AttentionCall& call, const AttentionItem& item, std::byte* scratch) {
+  const AmxScratch carved = AmxScratch::At(scratch, call.dims);
+  if (carved.head_tiles == 1) {
+    ItemRunner<1>(call, item, carved).Run();
+  } else {
+    ItemRunner<2>(call, item, carved).Run();
+  }
+}
+
+}  // namespace sparsemla::cpu
+SPARSEMLA_TARGET_END
+
+#endif
