@@ -12,10 +12,13 @@ namespace sparsemla::cpu {
 struct AmxScratch {
   // Keys per block: outputs are brought up to date once a block, and the value panels of a block
   // stay in L1 twice, the one in use and the next.
-  static constexpr int kBlockKeys = 256;
+#ifndef BLK
+#define BLK 256
+#endif
+  static constexpr int kBlockKeys = BLK;
   static constexpr int kChunkKeys = 32;  // keys per pass over the query: two tiles of rows
   static constexpr int kChunks = kBlockKeys / kChunkKeys;
-  static constexpr int kPanelBytes = 16384;
+  static constexpr int kPanelBytes = 64 * kBlockKeys;
 
   int64_t width = 0;         // columns of a staged row: head_dim_qk, padded to 64
   int64_t head_tiles = 0;    // tiles of 16 heads: 1, or even

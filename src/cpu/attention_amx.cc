@@ -45,31 +45,36 @@ SPARSEMLA_INLINE bool AreConsecutive(const std::byte* const* rows, int64_t strid
           _mm512_cmpneq_epi64_mask(_mm512_loadu_si512(rows + 8), high)) == 0;
 }
 
-// Asks for the rows of a later chunk, a few lines a step: more would take the fill buffers that the
-// tile loads need.
+// Asks for the rows of a later chunk, a few lines at every step: more would take the fill buffers
+// that the tile loads need.
 class RowPrefetcher {
  public:
+  // Rows of `lines` lines, in `steps` steps.
   SPARSEMLA_INLINE RowPrefetcher(const std::byte* const* rows, int num_rows, int64_t lines,
                                  int64_t steps)
-      : row_(rows), end_(rows + num_rows), lines_(lines) {
-    per_step_ = (num_rows * lines + steps - 1) / steps;
+      : row_(rows), end_(rows + num_rows), groups_((lines + kGroup - 1) / kGroup) {
+    per_step_ = (num_rows * groups_ + steps - 1) / steps;
   }
   SPARSEMLA_INLINE void Step() {
     for (int64_t i = 0; i < per_step_ && row_ != end_; ++i) {
-      __builtin_prefetch(*row_ + line_ * 64, 0, 2);  // into L2: L1 is spoken for
-      if (++line_ == lines_) {
-        line_ = 0;
+      const std::byte* const line = *row_ + group_ * kGroup * 64;
+      for (int64_t j = 0; j < kGroup; ++j) {
+        __builtin_prefetch(line + j * 64, 0, 2);  // into L2: L1 is spoken for
+      }
+      if (++group_ == groups_) {
+        group_ = 0;
         ++row_;
       }
     }
   }
 
  private:
+  static constexpr int64_t kGroup = 6;
   const std::byte* const* row_;
   const std::byte* const* end_;
-  int64_t lines_;
+  int64_t groups_;
   int64_t per_step_;
-  int64_t line_ = 0;
+  int64_t group_ = 0;
 };
 
 // logits [32 keys, 16 * kTiles heads] of one chunk, with the softmax of the previous pass in the
@@ -93,14 +98,18 @@ SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* querie
       StreamTile<6>(queries + k * 512, 64);
       LoadTile<4>(a0 + k * 64, stride0);
       MultiplyTiles<0, 4, 6>();
+      softmax.template Step<0>();
       LoadTile<5>(a1 + k * 64, stride1);
       MultiplyTiles<2, 5, 6>();
-      softmax.Step();
+      softmax.template Step<1>();
       StreamTile<6>(second + k * 512, 64);
       MultiplyTiles<1, 4, 6>();
+      softmax.template Step<2>();
       MultiplyTiles<3, 5, 6>();
+      softmax.template Step<3>();
       prefetcher.Step();
     }
+    while (softmax.pending()) softmax.Step();
     StoreTile<0>(logits, 128);
     StoreTile<1>(logits + 16, 128);
     StoreTile<2>(logits + 512, 128);
@@ -112,14 +121,12 @@ SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* querie
       MultiplyTiles<0, 4, 6>();
       LoadTile<5>(a1 + k * 64, stride1);
       MultiplyTiles<1, 5, 6>();
-      softmax.Step();
+      prefetcher.Step();
       StreamTile<6>(queries + (k + 1) * 512, 64);
       LoadTile<4>(a0 + k * 64 + 64, stride0);
       MultiplyTiles<2, 4, 6>();
       LoadTile<5>(a1 + k * 64 + 64, stride1);
       MultiplyTiles<3, 5, 6>();
-      prefetcher.Step();
-      softmax.Step();
       prefetcher.Step();
     }
     alignas(64) float odd[512];
@@ -136,17 +143,24 @@ SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* querie
 
 // ---- one group of value columns -----------------------------------------------------------------
 
-// folded [4, 16, 16] = weights of all chunks . panel, with the previous group's folding and the
-// next panel's packing in the shadow. Two tiles of heads by two of columns, or one by four.
+// out += weights of all chunks . panel, with the next panel's packing in the shadow: two tiles of
+// heads, `second` floats apart, by two of columns, or one by four.
 template <int kTiles, typename Packer>
 SPARSEMLA_INLINE void ComputeValues(const uint16_t* weights, const std::byte* panel, int num_chunks,
-                                    int pairs_per_step, Packer& packer, Folder& folder,
-                                    float* folded) {
-  const int rows_per_step = (16 + num_chunks - 1) / num_chunks;
-  ZeroTile<0>();
-  ZeroTile<1>();
-  ZeroTile<2>();
-  ZeroTile<3>();
+                                    int pairs_per_step, Packer& packer, bool first_block,
+                                    float* out, int64_t second) {
+  float* const out2 = out + second;
+  if (first_block) {
+    ZeroTile<0>();
+    ZeroTile<1>();
+    ZeroTile<2>();
+    ZeroTile<3>();
+  } else {
+    LoadTile<0>(out, 64);
+    LoadTile<1>(out + 256, 64);
+    LoadTile<2>(out2, 64);
+    LoadTile<3>(out2 + 256, 64);
+  }
   for (int c = 0; c < num_chunks; ++c) {
     if constexpr (kTiles == 2) {
       LoadTile<6>(panel, 64);
@@ -154,11 +168,11 @@ SPARSEMLA_INLINE void ComputeValues(const uint16_t* weights, const std::byte* pa
       MultiplyTiles<0, 4, 6>();
       StreamTile<5>(weights + AmxScratch::kChunks * 512, 64);
       MultiplyTiles<2, 5, 6>();
-      folder.Step(rows_per_step);
       LoadTile<6>(panel + kTileBytes, 64);
+      packer.Step(pairs_per_step / 2);
       MultiplyTiles<1, 4, 6>();
+      packer.Step(pairs_per_step - pairs_per_step / 2);
       MultiplyTiles<3, 5, 6>();
-      packer.Step(pairs_per_step);
       panel += 2 * kTileBytes;
     } else {
       LoadTile<4>(weights, 64);
@@ -166,20 +180,20 @@ SPARSEMLA_INLINE void ComputeValues(const uint16_t* weights, const std::byte* pa
       MultiplyTiles<0, 4, 5>();
       LoadTile<6>(panel + kTileBytes, 64);
       MultiplyTiles<1, 4, 6>();
-      folder.Step(rows_per_step);
       LoadTile<5>(panel + 2 * kTileBytes, 64);
       MultiplyTiles<2, 4, 5>();
       LoadTile<6>(panel + 3 * kTileBytes, 64);
+      packer.Step(pairs_per_step / 2);
       MultiplyTiles<3, 4, 6>();
-      packer.Step(pairs_per_step);
+      packer.Step(pairs_per_step - pairs_per_step / 2);
       panel += 4 * kTileBytes;
     }
     weights += 512;
   }
-  StoreTile<0>(folded, 64);
-  StoreTile<1>(folded + 256, 64);
-  StoreTile<2>(folded + 512, 64);
-  StoreTile<3>(folded + 768, 64);
+  StoreTile<0>(out, 64);
+  StoreTile<1>(out + 256, 64);
+  StoreTile<2>(out2, 64);
+  StoreTile<3>(out2 + 256, 64);
 }
 
 // ---- one item -----------------------------------------------------------------------------------
@@ -188,7 +202,7 @@ template <int kTiles>
 class ItemRunner {
  public:
   ItemRunner(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch)
-      : call_(call), item_(item), scratch_(scratch), softmax_(scratch, call.scale_log2) {
+      : call_(call), item_(item), scratch_(scratch) {
     const int64_t columns = call.dims.head_dim_qk();
     in_place_ = call.cache_format == CacheFormat::kBFloat16 && columns % 64 == 0;
     tile_copy_ = scratch.width / 64 <= kTileRows;
@@ -209,9 +223,29 @@ class ItemRunner {
     int num_keys = cursor.Next(rows, kBlockKeys);
     if (num_keys == 0) return WriteEmpty();
     // The first rows are on their way while the query is packed.
-    RowPrefetcher(rows, num_keys < 2 * kChunkKeys ? num_keys : 2 * kChunkKeys, lines_, 1).Step();
+    RowPrefetcher(rows, AtMost(num_keys, 2 * kChunkKeys), lines_, 1).Step();
     ConfigureTiles(tile_copy_ ? static_cast<int>(scratch_.width / 64) : kTileRows);
     Start();
+    {
+      const FlushSubnormals flush;
+      AddKeys(rows, next_rows, num_keys, cursor);
+    }
+    ReleaseTiles();
+    Write();
+  }
+
+ private:
+  static constexpr int kPanelTiles = kTiles == 2 ? 2 : 4;  // tiles of value columns in a panel
+  static constexpr int kLines = kPanelTiles / 2;           // lines of a row in a panel
+  static constexpr int kBlockKeys = AmxScratch::kBlockKeys / kLines;
+#ifndef DBL
+#define DBL 1
+#endif
+  static constexpr bool kDouble = DBL;
+
+  // All keys, a block at a time; `rows` holds the first `num_keys` of them.
+  void AddKeys(const std::byte** rows, const std::byte** next_rows, int num_keys,
+               RowCursor& cursor) {
     for (bool first = true; num_keys > 0; first = false) {
       const int num_next = cursor.Next(next_rows, kBlockKeys);
       const int num_chunks = (num_keys + kChunkKeys - 1) / kChunkKeys;
@@ -225,14 +259,7 @@ class ItemRunner {
       next_rows = done;
       num_keys = num_next;
     }
-    ReleaseTiles();
-    Write();
   }
-
- private:
-  static constexpr int kPanelTiles = kTiles == 2 ? 2 : 4;  // tiles of value columns in a panel
-  static constexpr int kLines = kPanelTiles / 2;           // lines of a row in a panel
-  static constexpr int kBlockKeys = AmxScratch::kBlockKeys / kLines;
 
   void Start() {
     for (int64_t i = 0; i < scratch_.width; i += 32) {
@@ -247,37 +274,31 @@ class ItemRunner {
   }
 
   // The rows of one chunk as tiles: where they are, in the ring, or converted in the block. The
-  // last pass's softmax runs beside the copies.
-  KeyTiles Stage(const std::byte* const* rows, int chunk, int num_keys) {
-    const int64_t row_bytes = 2 * scratch_.width;
-    if (!in_place_) {
-      uint16_t* const target = scratch_.block + chunk * kChunkKeys * scratch_.width;
-      for (int k = 0; k < kChunkKeys; ++k) {
-        uint16_t* const row = target + k * scratch_.width;
-        ConvertRow(k < num_keys ? rows[k] : nullptr, row);
-        scratch_.values[chunk * kChunkKeys + k] = reinterpret_cast<const std::byte*>(row);
-        softmax_.Step();
-      }
-      return {{target, target + 16 * scratch_.width}, {row_bytes, row_bytes}};
-    }
-    KeyTiles keys;
+  // softmax of the chunk before goes on beside the copies.
+  SPARSEMLA_INLINE KeyTiles Stage(const std::byte* const* rows, int chunk, int num_keys,
+                                  Softmax<kTiles>& softmax) {
+    const int64_t width = scratch_.width;
+    const int64_t stride = call_.cache_row_stride_bytes;
+    uint16_t* const target =
+        in_place_ ? scratch_.ring : scratch_.block + chunk * kChunkKeys * width;
+    const std::byte** const values = scratch_.values + chunk * kChunkKeys;
+    KeyTiles keys = {{target, target + kTileRows * width}, {2 * width, 2 * width}};
+    bool consecutive[2] = {};
     for (int half = 0; half < 2; ++half) {
-      const std::byte* const* const from = rows + half * kTileRows;
-      uint16_t* const target = scratch_.ring + half * kTileRows * scratch_.width;
-      keys.rows[half] = target;
-      keys.stride_bytes[half] = row_bytes;
-      for (int k = 0; k < kTileRows; ++k) {
-        scratch_.values[chunk * kChunkKeys + half * kTileRows + k] = from[k];
+      consecutive[half] = in_place_ && AreConsecutive(rows + half * kTileRows, stride);
+      if (!consecutive[half]) continue;
+      keys.rows[half] = rows[half * kTileRows];
+      keys.stride_bytes[half] = stride;
+    }
+    for (int k = 0; k < kChunkKeys; ++k) {
+      uint16_t* const row = target + k * width;
+      values[k] = in_place_ ? rows[k] : reinterpret_cast<const std::byte*>(row);
+      if (!in_place_) {
+        ConvertRow(k < num_keys ? rows[k] : nullptr, row);
+      } else if (!consecutive[k / kTileRows]) {
+        CopyToRing(rows[k], row);
       }
-      if (AreConsecutive(from, call_.cache_row_stride_bytes)) {
-        keys.rows[half] = from[0];
-        keys.stride_bytes[half] = call_.cache_row_stride_bytes;
-        continue;
-      }
-      for (int k = 0; k < kTileRows; ++k) {
-        CopyToRing(from[k], target + k * scratch_.width);
-        softmax_.Step();
-      }
+      softmax.Step();
     }
     return keys;
   }
@@ -311,9 +332,10 @@ class ItemRunner {
     const int64_t steps = scratch_.width / 32;
     const int64_t passes = scratch_.head_tiles / kTiles;
     const int num_chunks = (num_keys + kChunkKeys - 1) / kChunkKeys;
+    Softmax<kTiles> softmax(scratch_, call_.scale_log2);
     for (int c = 0; c < num_chunks; ++c) {
       const int in_chunk = AtMost(num_keys - c * kChunkKeys, kChunkKeys);
-      const KeyTiles keys = Stage(rows + c * kChunkKeys, c, in_chunk);
+      const KeyTiles keys = Stage(rows + c * kChunkKeys, c, in_chunk, softmax);
       // Two chunks ahead, which may be in the next block.
       const bool within = c + 2 < num_chunks;
       const int ahead = (within ? c + 2 : c + 2 - num_chunks) * kChunkKeys;
@@ -321,15 +343,12 @@ class ItemRunner {
                                AtMost((within ? num_keys : num_next) - ahead, kChunkKeys), lines_,
                                passes * steps);
       for (int64_t tile = 0; tile < scratch_.head_tiles; tile += kTiles) {
-        parity_ ^= 1;
-        float* const logits = scratch_.logits + parity_ * kChunkKeys * 32;
-        ComputeLogits<kTiles>(keys, scratch_.queries + tile * steps * 512, steps, softmax_,
-                              prefetcher, logits);
-        softmax_.RunAll();
-        softmax_.Begin(logits, tile, c, in_chunk, first_block);
+        ComputeLogits<kTiles>(keys, scratch_.queries + tile * steps * 512, steps, softmax,
+                              prefetcher, scratch_.logits);
+        softmax.Begin(scratch_.logits, tile, c, in_chunk, first_block);
       }
     }
-    softmax_.RunAll();
+    while (softmax.pending()) softmax.Step();
   }
 
   // Outputs of a block of keys.
@@ -337,26 +356,26 @@ class ItemRunner {
     const int passes = static_cast<int>(scratch_.head_tiles / kTiles);
     const int64_t value_tiles = 2 * scratch_.value_groups;
     PanelPacker<kLines> packer(scratch_, num_chunks);
-    Folder folder(first_block);
     packer.Begin(0, scratch_.panels);
     packer.Step(num_chunks * 16);
     for (int64_t group = 0; group < scratch_.value_groups; group += kLines) {
-      const int which = static_cast<int>(group / kLines % 2);
+      const int which = kDouble ? static_cast<int>(group / kLines % 2) : 0;
       const std::byte* const panel = scratch_.panels + which * AmxScratch::kPanelBytes;
       if (group + kLines < scratch_.value_groups) {
         packer.Begin((group + kLines) * 64,
-                     scratch_.panels + (1 - which) * AmxScratch::kPanelBytes);
+                     scratch_.panels + (kDouble ? 1 - which : 0) * AmxScratch::kPanelBytes);
       }
       for (int64_t tile = 0; tile < scratch_.head_tiles; tile += kTiles) {
-        parity_ ^= 1;
-        float* const folded = scratch_.folded + parity_ * 1024;
-        ComputeValues<kTiles>(scratch_.weights + tile * AmxScratch::kChunks * 512, panel,
-                              num_chunks, (16 + passes - 1) / passes, packer, folder, folded);
-        folder.Begin(folded, scratch_.out + (tile * value_tiles + 2 * group) * 256,
-                     kTiles == 2 ? value_tiles * 256 : 512);
+        const bool last = tile + kTiles == scratch_.head_tiles;
+        ComputeValues<kTiles>(
+            scratch_.weights + tile * AmxScratch::kChunks * 512, panel, num_chunks,
+            kDouble ? (16 + passes - 1) / passes
+            : last  ? 16
+                    : 0,
+            packer, first_block, scratch_.out + (tile * value_tiles + 2 * group) * 256,
+            kTiles == 2 ? value_tiles * 256 : 512);
       }
     }
-    folder.Step(16);
   }
 
   void Write() {
@@ -373,17 +392,17 @@ class ItemRunner {
     for (int64_t h = 0; h < item_.num_heads; ++h) WriteHead(call_, item_, h, {}, values);
   }
 
-  static int AtMost(int count, int limit) { return count < 0 ? 0 : count < limit ? count : limit; }
+  static int AtMost(int count, int limit) {
+    return count < 0 ? 0 : count < limit ? count : limit;
+  }
 
   const AttentionCall& call_;
   const AttentionItem& item_;
   const AmxScratch scratch_;
-  Softmax<kTiles> softmax_;
   CodeTable table_ = {};
   int64_t lines_ = 0;       // of a cache row
   bool in_place_ = false;   // cache rows are operands as they lie
   bool tile_copy_ = false;  // half a row fits the copy tile
-  int parity_ = 0;          // of the double buffers
 };
 
 }  // namespace

@@ -35,40 +35,45 @@ SPARSEMLA_INLINE void Transpose16(__m512i row[16]) {
 
 // ---- the query ----------------------------------------------------------------------------------
 
-// Rounds float columns to bf16; exact for what FindQueryColumns promises this kernel.
+// Row `head` of the item's query as bf16, padded with zeros; exact for what the kernel takes.
 SPARSEMLA_INLINE void StageQueryRow(const AttentionCall& call, const AttentionItem& item,
-                                    int64_t head, uint16_t* row) {
+                                    int64_t head, int64_t width, uint16_t* row) {
   alignas(64) float tile[kQueryColumns] = {};
+  for (int64_t i = 0; i < width; i += 32) _mm512_store_si512(row + i, __m512i{});
   for (int64_t begin = 0; begin < call.dims.head_dim_qk();) {
     const QueryColumns columns = FindQueryColumns(call, item, begin);
-    const std::byte* const source = columns.data + head * columns.head_stride_bytes;
-    if (columns.dtype == DType::kBFloat16 && call.quantise_scale == 0.0f) {
-      __builtin_memcpy(row + begin, source, static_cast<size_t>(2 * columns.count));
-    } else {
-      ReadQueryColumns(call, columns, source, tile);
-      NarrowRow<BFloat16>(tile, columns.count, 1.0f, row + begin);
-    }
+    ReadQueryColumns(call, columns, columns.data + head * columns.head_stride_bytes, tile);
+    NarrowRow<BFloat16>(tile, columns.count, 1.0f, row + begin);
     begin += columns.count;
   }
 }
 
 // Fills scratch.queries, the B operand of the logits: words of two columns, heads side by side. A
 // negative scale goes into the sign of the query, so that the largest product is the largest logit.
-// Uses the ring as scratch.
+// Queries of another type, or of odd widths, pass through the ring.
 void PackQueries(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch) {
   const __m512i sign = _mm512_set1_epi32(call.scale_log2 < 0.0f ? -0x7FFF8000 : 0);
   const int64_t steps = scratch.width / 32;
+  const bool direct = call.latent.dtype == DType::kBFloat16 && call.quantise_scale == 0.0f &&
+                      call.dims.kv_lora_rank % 32 == 0 && call.dims.qk_rope_head_dim % 32 == 0;
   for (int64_t tile = 0; tile < scratch.head_tiles; ++tile) {
     const int64_t heads = item.num_heads - tile * 16;
-    for (int64_t h = 0; h < 16; ++h) {
-      uint16_t* const row = scratch.ring + h * scratch.width;
-      for (int64_t i = 0; i < scratch.width; i += 32) _mm512_store_si512(row + i, __m512i{});
-      if (h < heads) StageQueryRow(call, item, tile * 16 + h, row);
+    for (int64_t h = 0; !direct && h < heads && h < 16; ++h) {
+      StageQueryRow(call, item, tile * 16 + h, scratch.width, scratch.ring + h * scratch.width);
     }
     for (int64_t k = 0; k < steps; ++k) {
+      QueryColumns columns = {reinterpret_cast<const std::byte*>(scratch.ring + k * 32), 32,
+                              2 * scratch.width};
+      if (direct) {
+        columns = k * 32 < call.dims.head_dim_qk() ? FindQueryColumns(call, item, k * 32)
+                                                   : QueryColumns{};
+        columns.data += tile * 16 * columns.head_stride_bytes;
+      }
       __m512i rows[16];
       for (int h = 0; h < 16; ++h) {
-        rows[h] = _mm512_load_si512(scratch.ring + h * scratch.width + k * 32);
+        rows[h] = h < heads && columns.count > 0
+                      ? _mm512_loadu_si512(columns.data + h * columns.head_stride_bytes)
+                      : __m512i{};
       }
       Transpose16(rows);
       uint16_t* const target = scratch.queries + (tile * steps + k) * 512;
@@ -181,25 +186,66 @@ SPARSEMLA_INLINE void DecodeDsMlaRow(const CodeTable& table, const std::byte* ro
 
 // ---- softmax ------------------------------------------------------------------------------------
 
-// 2^x, to 3e-6; 0 from -127 on down; NaN for NaN. The constant term is 1, so that -127 gives 0.
-SPARSEMLA_INLINE __m512 WeightOf(__m512 x, __mmask16 live) {
-  const __m512 round = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23
-  x = _mm512_max_ps(_mm512_set1_ps(-127.0f), x);     // NaN comes from the second operand
-  const __m512 shifted = _mm512_add_ps(x, round);
-  const __m512 f = _mm512_sub_ps(x, _mm512_sub_ps(shifted, round));  // [-0.5, 0.5]
-  __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(0.00958285295f), f, _mm512_set1_ps(0.0559064262f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.240240991f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.693124175f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  const __m512i exponent = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(live, _mm512_castps_si512(p), exponent));
+// A constant in a register: the compiler would fetch it from memory at every step.
+SPARSEMLA_INLINE __m512 Pinned(float value) {
+  __m512 x = _mm512_set1_ps(value);
+  asm("" : "+v"(x));
+  return x;
 }
+
+// 2^x, to 5e-6 and exactly for integers: a polynomial of the fraction, scaled by the integer below x. Few instructions, as
+// only about one vector instruction a cycle hides under the products. NaN for NaN, 0 for -inf,
+// +inf beyond the range; with results below 2^-126 flushed, since they would cost an assist.
+class Exp2 {
+ public:
+  SPARSEMLA_INLINE Exp2()
+      : c4_(Pinned(0.0134266847745f)),
+        c3_(Pinned(0.0522424727678f)),
+        c2_(Pinned(0.241280198097f)),
+        c1_(Pinned(0.69304484129f)),
+        c0_(Pinned(1.0f)) {}
+  SPARSEMLA_INLINE __m512 operator()(__m512 x) const {
+    const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+    __m512 p = _mm512_fmadd_ps(c4_, f, c3_);
+    p = _mm512_fmadd_ps(p, f, c2_);
+    p = _mm512_fmadd_ps(p, f, c1_);
+    p = _mm512_fmadd_ps(p, f, c0_);
+    return _mm512_scalef_ps(p, x);
+  }
+
+ private:
+  const __m512 c4_;
+  const __m512 c3_;
+  const __m512 c2_;
+  const __m512 c1_;
+  const __m512 c0_;
+};
+
+// Subnormal operands and results count as zero while it lives.
+class FlushSubnormals {
+ public:
+  SPARSEMLA_INLINE FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
+  SPARSEMLA_INLINE ~FlushSubnormals() { _mm_setcsr(saved_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+  const unsigned saved_;
+};
 
 // Before any key: below every logit, yet finite, so that a logit of -inf has weight 0.
 constexpr float kNoReference = -3.402823466e38f;
-// A reference is raised only when a logit exceeds it by so much (log2): weights are bf16, whose
-// range is float's, and most rows raise it once.
-constexpr float kReferenceSlack = 20.0f;
+// Weights may exceed 1, as bf16 has the range of float. The reference of a head comes from the
+// first chunk and is raised only when the sum of the weights passes this: the maximum of every
+// other chunk need not be known.
+constexpr float kLargestSum = 0x1p64f;
+
+// A scale of 0 would make NaN of a logit of -inf; the least normal number weighs all keys alike
+// too.
+SPARSEMLA_INLINE float MagnitudeOf(float scale) {
+  const float magnitude = __builtin_fabsf(scale);
+  return magnitude < 1.17549435e-38f ? 1.17549435e-38f : magnitude;
+}
 
 // The logits of one pass over the query: 32 keys by kTiles tiles of heads, lanes = heads.
 template <int kTiles>
@@ -208,73 +254,118 @@ class Softmax {
   static constexpr int kSteps = 18;  // as many as the logits of 576 columns have
 
   SPARSEMLA_INLINE Softmax(const AmxScratch& scratch, float scale_log2)
-      : scratch_(scratch), scale_(_mm512_set1_ps(__builtin_fabsf(scale_log2))) {}
+      : scratch_(scratch),
+        scale_(Pinned(MagnitudeOf(scale_log2))),
+        ones_(Pinned(__builtin_bit_cast(float, 0x3F803F80))) {}  // pairs of 1 in bf16
 
-  // Takes over `logits` [32, 16 * kTiles] of `num_keys` keys of chunk `chunk`, tile `tile` on.
-  SPARSEMLA_INLINE void Begin(const float* logits, int64_t tile, int chunk, int num_keys,
+  // Takes over `logits` [32, 16 * kTiles] of `num_keys` keys of chunk `chunk`, tile `tile` on. The
+  // keys that fill up a chunk get weight 0.
+  SPARSEMLA_INLINE void Begin(float* logits, int64_t tile, int chunk, int num_keys,
                               bool first_block) {
+    for (int i = num_keys * 16 * kTiles; i < 32 * 16 * kTiles; i += 16) {
+      _mm512_store_ps(logits + i, _mm512_set1_ps(-INFINITY));
+    }
     logits_ = logits;
     tile_ = tile;
     chunk_ = chunk;
-    num_keys_ = num_keys;
-    live_ = num_keys >= 32 ? ~0u : (1u << num_keys) - 1;
     first_block_ = first_block;
     step_ = 0;
   }
 
-  // One of kSteps parts of the work; nothing where none is left.
+  // One quarter of one of kSteps parts of the work, quarters in order; nothing where none is left.
+  // A part has a quarter for each product of a step, so that every product has its share of vector
+  // work behind it.
+  template <int kQuarter>
   SPARSEMLA_INLINE void Step() {
-    if (step_ >= kSteps) return;
-    if (step_ == 0) {
-      UpdateReference();
-    } else if (step_ <= 16) {
-      WeighTwoKeys(step_ - 1);
-    } else {
-      Finish();
+    constexpr int t = kQuarter / 2;
+    if (__builtin_expect(step_ > 0 && step_ <= 16, 1)) {
+      if constexpr (t < kTiles && kQuarter % 2 == 0) {
+        even_[t] = Weight<t>(2 * (step_ - 1));
+      } else if constexpr (t < kTiles) {
+        PairKeys<t>(step_ - 1);
+        if (step_ % 4 == 0) TransposeQuads<t>(step_ - 4);
+      }
+    } else if (step_ == 0) {
+      if constexpr (kQuarter == 3) LoadStates();
+    } else if (step_ == kSteps - 1) {
+      TransposeLanes<0>(kQuarter);
+      if constexpr (kTiles == 2) TransposeLanes<1>(kQuarter);
+      if constexpr (kQuarter == 3) {
+        if (__builtin_expect(SumsAreTooLarge(), 0)) {
+          Redo(scratch_, scale_, logits_, tile_, chunk_, first_block_);
+        } else {
+          StoreStates();
+        }
+      }
     }
-    ++step_;
+    if (kQuarter == 3 && step_ < kSteps) ++step_;
   }
-  SPARSEMLA_INLINE void RunAll() {
-    while (step_ < kSteps) Step();
+  SPARSEMLA_INLINE void Step() {
+    Step<0>();
+    Step<1>();
+    Step<2>();
+    Step<3>();
   }
+  SPARSEMLA_INLINE bool pending() const { return step_ < kSteps; }
 
  private:
-  SPARSEMLA_INLINE void UpdateReference() {
-    unsigned over = 0;
-    for (int t = 0; t < kTiles; ++t) {
-      const float* const logits = logits_ + t * 16;
-      __m512 max[2] = {_mm512_set1_ps(-INFINITY), _mm512_set1_ps(-INFINITY)};
-      for (int k = 0; k + 1 < num_keys_; k += 2) {
-        max[0] = _mm512_max_ps(max[0], _mm512_load_ps(logits + k * 16 * kTiles));
-        max[1] = _mm512_max_ps(max[1], _mm512_load_ps(logits + (k + 1) * 16 * kTiles));
-      }
-      if (num_keys_ % 2 != 0) {
-        max[0] = _mm512_max_ps(max[0], _mm512_load_ps(logits + (num_keys_ - 1) * 16 * kTiles));
-      }
-      max_[t] = _mm512_mul_ps(_mm512_max_ps(max[0], max[1]), scale_);
-      reference_[t] = _mm512_load_ps(scratch_.reference + (tile_ + t) * 16);
-      over |=
-          static_cast<unsigned>(_mm512_cmp_ps_mask(
-              max_[t], _mm512_add_ps(reference_[t], _mm512_set1_ps(kReferenceSlack)), _CMP_GT_OQ))
-          << 16 * t;
+  SPARSEMLA_INLINE void LoadStates() {
+    LoadState<0>();
+    if constexpr (kTiles == 2) LoadState<1>();
+    if (__builtin_expect(raise_ || AnyHeadIsFresh(), 0)) {
+      RaiseReferences(scratch_, scale_, logits_, tile_, chunk_, first_block_);
+      LoadState<0>();
+      if constexpr (kTiles == 2) LoadState<1>();
     }
-    if (__builtin_expect(over != 0, 0)) {
-      for (int t = 0; t < kTiles; ++t) {
-        RaiseReference(scratch_, tile_ + t, chunk_, first_block_, over >> 16 * t & 0xFFFF, max_[t]);
-        reference_[t] = _mm512_load_ps(scratch_.reference + (tile_ + t) * 16);
-      }
-    }
+  }
+  template <int t>
+  SPARSEMLA_INLINE void LoadState() {
+    reference_[t] = _mm512_load_ps(scratch_.reference + (tile_ + t) * 16);
+    sum_[t] = _mm512_load_ps(scratch_.sum + (tile_ + t) * 16);
+    rounded_sum_[t] = _mm512_load_ps(scratch_.rounded_sum + (tile_ + t) * 16);
+  }
+  SPARSEMLA_INLINE bool AnyHeadIsFresh() const {
+    const __m512 none = _mm512_set1_ps(kNoReference);
+    unsigned fresh = _mm512_cmp_ps_mask(reference_[0], none, _CMP_EQ_OQ);
+    if constexpr (kTiles == 2) fresh |= _mm512_cmp_ps_mask(reference_[1], none, _CMP_EQ_OQ);
+    return fresh != 0;
+  }
+  SPARSEMLA_INLINE bool SumsAreTooLarge() const {
+    if (raise_) return false;
+    const __m512 limit = _mm512_set1_ps(kLargestSum);
+    unsigned large = _mm512_cmp_ps_mask(sum_[0], limit, _CMP_GT_OQ);
+    if constexpr (kTiles == 2) large |= _mm512_cmp_ps_mask(sum_[1], limit, _CMP_GT_OQ);
+    return large != 0;
+  }
+
+  // The same logits once more, with references that fit them.
+  static __attribute__((noinline)) void Redo(const AmxScratch& scratch, __m512 scale, float* logits,
+                                             int64_t tile, int chunk, bool first_block) {
+    Softmax softmax(scratch, _mm512_cvtss_f32(scale));
+    softmax.Begin(logits, tile, chunk, 32, first_block);
+    softmax.raise_ = true;
+    while (softmax.pending()) softmax.Step();
+  }
+
+  static __attribute__((noinline)) void RaiseReferences(const AmxScratch& scratch, __m512 scale,
+                                                        const float* logits, int64_t tile,
+                                                        int chunk, bool first_block) {
     for (int t = 0; t < kTiles; ++t) {
-      sum_[t] = _mm512_load_ps(scratch_.sum + (tile_ + t) * 16);
-      rounded_sum_[t] = _mm512_load_ps(scratch_.rounded_sum + (tile_ + t) * 16);
+      __m512 max = _mm512_set1_ps(-INFINITY);
+      for (int k = 0; k < 32; ++k) {
+        max = _mm512_max_ps(max, _mm512_load_ps(logits + (k * kTiles + t) * 16));
+      }
+      max = _mm512_mul_ps(max, scale);
+      const __m512 reference = _mm512_load_ps(scratch.reference + (tile + t) * 16);
+      const unsigned heads = _mm512_cmp_ps_mask(max, reference, _CMP_GT_OQ);
+      RaiseReference(scratch, tile + t, chunk, first_block, heads, max);
     }
   }
 
   // Raises the references of the heads in `heads` to the next integer above their largest logit:
   // what they have so far is multiplied by a power of two, which is exact.
-  static __attribute__((noinline)) void RaiseReference(const AmxScratch& scratch, int64_t tile,
-                                                       int chunk, bool first_block, unsigned heads,
-                                                       __m512 max) {
+  static void RaiseReference(const AmxScratch& scratch, int64_t tile, int chunk, bool first_block,
+                             unsigned heads, __m512 max) {
     alignas(64) float maxima[16];
     _mm512_store_ps(maxima, max);
     for (int h = 0; h < 16; ++h) {
@@ -298,39 +389,69 @@ class Softmax {
     }
   }
 
-  SPARSEMLA_INLINE __m512 Weight(int key, int t) const {
+  template <int t>
+  SPARSEMLA_INLINE __m512 Weight(int key) const {
     const __m512 logit = _mm512_load_ps(logits_ + (key * kTiles + t) * 16);
-    const auto live = static_cast<__mmask16>(0u - (live_ >> key & 1));
-    return WeightOf(_mm512_fmsub_ps(logit, scale_, reference_[t]), live);
+    return exp2_(_mm512_fmsub_ps(logit, scale_, reference_[t]));
   }
 
-  // Keys 2i and 2i + 1 become the halves of words. Outputs are divided by the sum of the rounded
-  // weights, so that a row of one key returns its value.
-  SPARSEMLA_INLINE void WeighTwoKeys(int i) {
-    const __m512i half = _mm512_set1_epi32(0x8000);
-    const __m512i ones = _mm512_set1_epi32(0x3F803F80);
-    for (int t = 0; t < kTiles; ++t) {
-      const __m512 even = Weight(2 * i, t);
-      const __m512 odd = Weight(2 * i + 1, t);
-      sum_[t] = _mm512_add_ps(sum_[t], _mm512_add_ps(even, odd));
-      const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
-      const __m512i high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
-      const __m512i pair = _mm512_mask_blend_epi16(0xAAAAAAAA, low, high);
-      rounded_sum_[t] = _mm512_dpbf16_ps(rounded_sum_[t], (__m512bh)pair, (__m512bh)ones);
-      _mm512_store_si512(scratch_.pairs + (t * 16 + i) * 16, pair);
-    }
+  // Keys 2i and 2i + 1 become the halves of words. Weights are cut to bf16 and outputs divided by
+  // the sum of the cut weights: a row of one key returns its value, and what cutting takes from all
+  // weights alike cancels.
+  template <int t>
+  SPARSEMLA_INLINE void PairKeys(int i) {
+    const __m512 odd = Weight<t>(2 * i + 1);
+    sum_[t] = _mm512_add_ps(sum_[t], _mm512_add_ps(even_[t], odd));
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even_[t]), 16);
+    const __m512i pair = _mm512_mask_blend_epi16(0xAAAAAAAA, low, _mm512_castps_si512(odd));
+    rounded_sum_[t] = _mm512_dpbf16_ps(rounded_sum_[t], (__m512bh)pair, (__m512bh)ones_);
+    _mm512_store_si512(Pairs<t>(i), pair);
   }
 
-  SPARSEMLA_INLINE void Finish() {
+  template <int t>
+  SPARSEMLA_INLINE uint32_t* Pairs(int i) const {
+    return scratch_.pairs + (t * 16 + i) * 16;
+  }
+
+  // The weights as the A operand, heads by keys, are the transpose of the pairs: first 4 x 4 words
+  // within the lanes of four pairs, then 4 x 4 lanes.
+  template <int t>
+  SPARSEMLA_INLINE void TransposeQuads(int i) {
+    const __m512i r0 = _mm512_load_si512(Pairs<t>(i));
+    const __m512i r1 = _mm512_load_si512(Pairs<t>(i + 1));
+    const __m512i r2 = _mm512_load_si512(Pairs<t>(i + 2));
+    const __m512i r3 = _mm512_load_si512(Pairs<t>(i + 3));
+    const __m512i t0 = _mm512_unpacklo_epi32(r0, r1);
+    const __m512i t1 = _mm512_unpackhi_epi32(r0, r1);
+    const __m512i t2 = _mm512_unpacklo_epi32(r2, r3);
+    const __m512i t3 = _mm512_unpackhi_epi32(r2, r3);
+    _mm512_store_si512(Pairs<t>(i), _mm512_unpacklo_epi64(t0, t2));
+    _mm512_store_si512(Pairs<t>(i + 1), _mm512_unpackhi_epi64(t0, t2));
+    _mm512_store_si512(Pairs<t>(i + 2), _mm512_unpacklo_epi64(t1, t3));
+    _mm512_store_si512(Pairs<t>(i + 3), _mm512_unpackhi_epi64(t1, t3));
+  }
+
+  // Heads j, j + 4, j + 8 and j + 12.
+  template <int t>
+  SPARSEMLA_INLINE void TransposeLanes(int j) {
+    const __m512i r0 = _mm512_load_si512(Pairs<t>(j));
+    const __m512i r1 = _mm512_load_si512(Pairs<t>(j + 4));
+    const __m512i r2 = _mm512_load_si512(Pairs<t>(j + 8));
+    const __m512i r3 = _mm512_load_si512(Pairs<t>(j + 12));
+    const __m512i t0 = _mm512_shuffle_i32x4(r0, r1, 0x88);
+    const __m512i t1 = _mm512_shuffle_i32x4(r0, r1, 0xDD);
+    const __m512i t2 = _mm512_shuffle_i32x4(r2, r3, 0x88);
+    const __m512i t3 = _mm512_shuffle_i32x4(r2, r3, 0xDD);
+    uint16_t* const weights =
+        scratch_.weights + ((tile_ + t) * AmxScratch::kChunks + chunk_) * 512 + j * 32;
+    _mm512_store_si512(weights, _mm512_shuffle_i32x4(t0, t2, 0x88));
+    _mm512_store_si512(weights + 4 * 32, _mm512_shuffle_i32x4(t1, t3, 0x88));
+    _mm512_store_si512(weights + 8 * 32, _mm512_shuffle_i32x4(t0, t2, 0xDD));
+    _mm512_store_si512(weights + 12 * 32, _mm512_shuffle_i32x4(t1, t3, 0xDD));
+  }
+
+  SPARSEMLA_INLINE void StoreStates() {
     for (int t = 0; t < kTiles; ++t) {
-      __m512i rows[16];
-      for (int i = 0; i < 16; ++i) {
-        rows[i] = _mm512_load_si512(scratch_.pairs + (t * 16 + i) * 16);
-      }
-      Transpose16(rows);
-      uint16_t* const weights =
-          scratch_.weights + ((tile_ + t) * AmxScratch::kChunks + chunk_) * 512;
-      for (int h = 0; h < 16; ++h) _mm512_store_si512(weights + h * 32, rows[h]);
       _mm512_store_ps(scratch_.sum + (tile_ + t) * 16, sum_[t]);
       _mm512_store_ps(scratch_.rounded_sum + (tile_ + t) * 16, rounded_sum_[t]);
     }
@@ -338,14 +459,15 @@ class Softmax {
 
   const AmxScratch& scratch_;
   const __m512 scale_;
-  const float* logits_ = nullptr;
+  const Exp2 exp2_;
+  const __m512 ones_;
+  float* logits_ = nullptr;
   int64_t tile_ = 0;
   int chunk_ = 0;
-  int num_keys_ = 0;
-  uint32_t live_ = 0;  // bit k: key k counts
   bool first_block_ = false;
+  bool raise_ = false;  // fit the references to these logits first
   int step_ = kSteps;
-  __m512 max_[kTiles];
+  __m512 even_[kTiles];
   __m512 reference_[kTiles];
   __m512 sum_[kTiles];
   __m512 rounded_sum_[kTiles];
@@ -396,53 +518,56 @@ class PanelPacker {
   int next_ = 0;
 };
 
-// Adds finished products to the outputs, a row of four tiles at a time.
-class Folder {
- public:
-  SPARSEMLA_INLINE explicit Folder(bool first_block)
-      : keep_(first_block ? __mmask16{0} : __mmask16{0xFFFF}) {}
+// Stores 32 columns as the output's type.
+SPARSEMLA_INLINE void StoreColumns(float* out, __m512 low, __m512 high) {
+  _mm512_storeu_ps(out, low);
+  _mm512_storeu_ps(out + 16, high);
+}
+SPARSEMLA_INLINE void StoreColumns(BFloat16* out, __m512 low, __m512 high) {
+  _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+SPARSEMLA_INLINE void StoreColumns(Float16* out, __m512 low, __m512 high) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtps_ph(low, kNearest));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16), _mm512_cvtps_ph(high, kNearest));
+}
 
-  // `folded` [4, 16, 16]; tiles 0 and 1 belong at `out`, 2 and 3 at `out` + `second`.
-  SPARSEMLA_INLINE void Begin(const float* folded, float* out, int64_t second) {
-    folded_ = folded;
-    out_ = out;
-    second_ = second;
-    row_ = 0;
-  }
-  SPARSEMLA_INLINE void Step(int rows) {
-    for (int i = 0; i < rows && row_ < 16; ++i, ++row_) {
-      for (int t = 0; t < 4; ++t) {
-        float* const out = out_ + (t / 2) * second_ + (t % 2) * 256 + row_ * 16;
-        const __m512 sum = _mm512_add_ps(_mm512_maskz_load_ps(keep_, out),
-                                         _mm512_load_ps(folded_ + t * 256 + row_ * 16));
-        _mm512_store_ps(out, sum);
-      }
-    }
-  }
-
- private:
-  const __mmask16 keep_;  // none in the first block: `out` holds nothing yet
-  const float* folded_ = nullptr;
-  float* out_ = nullptr;
-  int64_t second_ = 0;
-  int row_ = 16;
-};
-
-// Puts the columns of one head in order and writes it.
-void WriteOutput(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch,
-                 int64_t h, float* values) {
+// out = tiles * factor with the columns in order; `tiles` [groups, 2, 16 heads, 16], one head.
+template <typename T>
+SPARSEMLA_INLINE void OrderColumns(const float* tiles, int64_t groups, float factor, T* out) {
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-  for (int64_t g = 0; g < scratch.value_groups; ++g) {
-    const float* const tiles =
-        scratch.out + (((h / 16) * scratch.value_groups + g) * 32 + h % 16) * 16;
-    const __m512 a = _mm512_load_ps(tiles);
-    const __m512 b = _mm512_load_ps(tiles + 256);
-    _mm512_store_ps(values + g * 32, _mm512_permutex2var_ps(a, low, b));
-    _mm512_store_ps(values + g * 32 + 16, _mm512_permutex2var_ps(a, high, b));
+  const __m512 factors = _mm512_set1_ps(factor);
+  for (int64_t g = 0; g < groups; ++g) {
+    const __m512 a = _mm512_load_ps(tiles + g * 512);
+    const __m512 b = _mm512_load_ps(tiles + g * 512 + 256);
+    StoreColumns(out + g * 32, _mm512_mul_ps(_mm512_permutex2var_ps(a, low, b), factors),
+                 _mm512_mul_ps(_mm512_permutex2var_ps(a, high, b), factors));
   }
-  WriteHead(
-      call, item, h,
-      {.max_log2 = scratch.reference[h], .sum = scratch.sum[h], .divisor = scratch.rounded_sum[h]},
-      values);
+}
+
+// Writes one head. `values` holds a row of columns where their number is odd.
+void WriteOutput(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch,
+                 int64_t h, float* values) {
+  const float* const tiles = scratch.out + ((h / 16) * scratch.value_groups * 32 + h % 16) * 16;
+  const HeadState state = {
+      .max_log2 = scratch.reference[h], .sum = scratch.sum[h], .divisor = scratch.rounded_sum[h]};
+  const int64_t rank = call.dims.kv_lora_rank;
+  if (rank % 32 != 0 || state.sum == 0.0f) {
+    OrderColumns(tiles, scratch.value_groups, 1.0f, values);
+    return WriteHead(call, item, h, state, values);
+  }
+  const float factor = FinishHead(call, item, h, state);
+  if (item.partial_out != nullptr) {
+    return OrderColumns(tiles, rank / 32, factor, item.partial_out + h * rank);
+  }
+  const int64_t offset = OutOffset(call, item, h);
+  switch (call.out_dtype) {
+    case DType::kBFloat16:
+      return OrderColumns(tiles, rank / 32, factor, static_cast<BFloat16*>(call.out) + offset);
+    case DType::kFloat16:
+      return OrderColumns(tiles, rank / 32, factor, static_cast<Float16*>(call.out) + offset);
+    default:
+      return OrderColumns(tiles, rank / 32, factor, static_cast<float*>(call.out) + offset);
+  }
 }

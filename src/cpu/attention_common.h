@@ -104,10 +104,10 @@ struct HeadState {
   float divisor = 0.0f;  // of the weights as they multiplied the values
 };
 
-// Normalises and writes head `h` of the item from its values [kv_lora_rank].
-void WriteHead(const AttentionCall& call, const AttentionItem& item, int64_t h,
-               const HeadState& state, float* values) {
-  const int64_t rank = call.dims.kv_lora_rank;
+// Writes the lse of head `h` of the item, sink included where the row is whole, and returns what
+// its values are to be multiplied with.
+SPARSEMLA_INLINE float FinishHead(const AttentionCall& call, const AttentionItem& item, int64_t h,
+                                  const HeadState& state) {
   float lse = -INFINITY;
   float factor = 0.0f;
   if (state.sum != 0.0f) {
@@ -115,12 +115,10 @@ void WriteHead(const AttentionCall& call, const AttentionItem& item, int64_t h,
     lse = static_cast<float>(kLn2 * static_cast<double>(state.max_log2) +
                              log(static_cast<double>(state.sum)));
     factor = call.value_scale / state.divisor;
-  } else {
-    for (int64_t d = 0; d < rank; ++d) values[d] = 0.0f;
   }
   if (item.partial_out != nullptr) {
     item.partial_lse[h] = lse;
-    return NarrowRow<float>(values, rank, factor, item.partial_out + h * rank);
+    return factor;
   }
   const int64_t head = item.head_begin + h;
   if (call.sinks != nullptr) {
@@ -131,7 +129,27 @@ void WriteHead(const AttentionCall& call, const AttentionItem& item, int64_t h,
   if (call.lse != nullptr) {
     call.lse[item.row * call.lse_strides[0] + head * call.lse_strides[1]] = lse;
   }
-  const int64_t offset = item.row * call.out_strides[0] + head * call.out_strides[1];
+  return factor;
+}
+
+// Where head `h` of the item begins in `out`, in elements.
+SPARSEMLA_INLINE int64_t OutOffset(const AttentionCall& call, const AttentionItem& item,
+                                   int64_t h) {
+  return item.row * call.out_strides[0] + (item.head_begin + h) * call.out_strides[1];
+}
+
+// Normalises and writes head `h` of the item from its values [kv_lora_rank].
+void WriteHead(const AttentionCall& call, const AttentionItem& item, int64_t h,
+               const HeadState& state, float* values) {
+  const int64_t rank = call.dims.kv_lora_rank;
+  if (state.sum == 0.0f) {
+    for (int64_t d = 0; d < rank; ++d) values[d] = 0.0f;
+  }
+  const float factor = FinishHead(call, item, h, state);
+  if (item.partial_out != nullptr) {
+    return NarrowRow<float>(values, rank, factor, item.partial_out + h * rank);
+  }
+  const int64_t offset = OutOffset(call, item, h);
   switch (call.out_dtype) {
     case DType::kBFloat16:
       return NarrowRow<BFloat16>(values, rank, factor, static_cast<BFloat16*>(call.out) + offset);
