@@ -25,10 +25,9 @@ AmxScratch AmxScratch::Carve(Arena& arena, const MlaDims& dims) {
   scratch.zeros = arena.Take<uint16_t>(width);
   scratch.ring = arena.Take<uint16_t>(kChunkKeys * width);
   scratch.block = arena.Take<uint16_t>(kBlockKeys * width);
-  scratch.logits = arena.Take<float>(2 * kChunkKeys * 32);
+  scratch.logits = arena.Take<float>(kChunkKeys * 32);
   scratch.pairs = arena.Take<uint32_t>(2 * 16 * 16);
-  scratch.folded = arena.Take<float>(2 * 4 * 16 * 16);
-  scratch.panels = arena.Take<std::byte>(2 * kPanelBytes);
+  scratch.panel = arena.Take<std::byte>(kPanelBytes);
   scratch.queries = arena.Take<uint16_t>(head_tiles * width * 16);
   scratch.weights = arena.Take<uint16_t>(head_tiles * kBlockKeys * 16);
   scratch.out = arena.Take<float>(head_tiles * 16 * value_groups * 32);

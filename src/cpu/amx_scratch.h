@@ -10,12 +10,9 @@
 namespace sparsemla::cpu {
 
 struct AmxScratch {
-  // Keys per block: outputs are brought up to date once a block, and the value panels of a block
-  // stay in L1 twice, the one in use and the next.
-#ifndef BLK
-#define BLK 256
-#endif
-  static constexpr int kBlockKeys = BLK;
+  // Keys per block: outputs are brought up to date once a block, and a panel of the block's values
+  // stays in L1. Items of one tile of heads take half as many with panels twice as wide.
+  static constexpr int kBlockKeys = 512;
   static constexpr int kChunkKeys = 32;  // keys per pass over the query: two tiles of rows
   static constexpr int kChunks = kBlockKeys / kChunkKeys;
   static constexpr int kPanelBytes = 64 * kBlockKeys;
@@ -29,16 +26,15 @@ struct AmxScratch {
   uint16_t* zeros = nullptr;           // [width] the row that fills up a chunk
   uint16_t* ring = nullptr;            // [kChunkKeys, width] bf16 rows of one chunk; L1
   uint16_t* block = nullptr;           // [kBlockKeys, width] converted rows of other formats; L2
-  float* logits = nullptr;             // [2, kChunkKeys, 32 heads]; L1
+  float* logits = nullptr;             // [kChunkKeys, 32 heads]; L1
   uint32_t* pairs = nullptr;           // [2, 16 pairs of keys, 16 heads] weights; L1
-  float* folded = nullptr;             // [2, 4, 16, 16] outputs on their way to `out`; L1
-  std::byte* panels = nullptr;         // [2, kPanelBytes] value columns, paired by key; L1
+  std::byte* panel = nullptr;          // [kPanelBytes] value columns, paired by key; L1
   uint16_t* queries = nullptr;         // [head_tiles, width / 32, 16, 32] pairs of columns; L2
   uint16_t* weights = nullptr;         // [head_tiles, kChunks, 16 heads, 32 keys]; L2
   float* out = nullptr;                // [head_tiles, 2 * value_groups, 16 heads, 16 columns]; L2
   float* reference = nullptr;          // [16 * head_tiles] what weights are relative to, log2
   float* sum = nullptr;                // [16 * head_tiles] of the weights: the lse
-  float* rounded_sum = nullptr;        // [16 * head_tiles] of the weights as bf16: the divisor
+  float* rounded_sum = nullptr;        // [16 * head_tiles] of the weights cut to bf16: the divisor
 
   static AmxScratch Carve(Arena& arena, const MlaDims& dims);
   static AmxScratch At(std::byte* memory, const MlaDims& dims);

@@ -28,10 +28,11 @@ constexpr int kChunkKeys = AmxScratch::kChunkKeys;
 
 // ---- one chunk of keys --------------------------------------------------------------------------
 
-// The A operand of the logits: two tiles of 16 rows each.
+// The A operand of the logits: two tiles of 16 rows each, where they lie or in the ring.
 struct KeyTiles {
   const void* rows[2];
   int64_t stride_bytes[2];
+  bool in_ring[2];
 };
 
 // Whether 16 rows lie one after the other, so that a tile can be loaded where they are.
@@ -45,36 +46,48 @@ SPARSEMLA_INLINE bool AreConsecutive(const std::byte* const* rows, int64_t strid
           _mm512_cmpneq_epi64_mask(_mm512_loadu_si512(rows + 8), high)) == 0;
 }
 
-// Asks for the rows of a later chunk, a few lines at every step: more would take the fill buffers
-// that the tile loads need.
+// Asks for rows some time before they are copied, a few lines at every step.
 class RowPrefetcher {
  public:
   // Rows of `lines` lines, in `steps` steps.
   SPARSEMLA_INLINE RowPrefetcher(const std::byte* const* rows, int num_rows, int64_t lines,
                                  int64_t steps)
-      : row_(rows), end_(rows + num_rows), groups_((lines + kGroup - 1) / kGroup) {
-    per_step_ = (num_rows * groups_ + steps - 1) / steps;
+      : row_(rows), end_(rows + num_rows), lines_(lines) {
+    per_step_ = (num_rows * lines + steps - 1) / steps;
   }
   SPARSEMLA_INLINE void Step() {
     for (int64_t i = 0; i < per_step_ && row_ != end_; ++i) {
-      const std::byte* const line = *row_ + group_ * kGroup * 64;
-      for (int64_t j = 0; j < kGroup; ++j) {
-        __builtin_prefetch(line + j * 64, 0, 2);  // into L2: L1 is spoken for
-      }
-      if (++group_ == groups_) {
-        group_ = 0;
+      __builtin_prefetch(*row_ + line_ * 64, 0, 2);  // into L2: L1 is spoken for
+      if (++line_ == lines_) {
+        line_ = 0;
         ++row_;
       }
     }
   }
 
  private:
-  static constexpr int64_t kGroup = 6;
   const std::byte* const* row_;
   const std::byte* const* end_;
-  int64_t groups_;
+  int64_t lines_;
   int64_t per_step_;
-  int64_t group_ = 0;
+  int64_t line_ = 0;
+};
+
+// Fills the ring with the next chunk, a column of 64 bytes as soon as the last pass has used it:
+// the rows' cache misses overlap, 32 at a time, which beats prefetching them.
+struct RingRefill {
+  const std::byte* const* rows = nullptr;  // [kChunkKeys], or null: nothing to do
+  bool tile[2] = {};                       // which tiles of rows are to be copied
+  std::byte* ring = nullptr;
+  int64_t stride_bytes = 0;
+
+  // Column k of one tile of rows.
+  SPARSEMLA_INLINE void Copy(int64_t k, int which) const {
+    if (rows == nullptr || !tile[which]) return;
+    for (int i = which * kTileRows; i < (which + 1) * kTileRows; ++i) {
+      _mm512_store_si512(ring + i * stride_bytes + k * 64, _mm512_loadu_si512(rows[i] + k * 64));
+    }
+  }
 };
 
 // logits [32 keys, 16 * kTiles heads] of one chunk, with the softmax of the previous pass in the
@@ -82,8 +95,8 @@ class RowPrefetcher {
 // waits for the one before it.
 template <int kTiles>
 SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* queries, int64_t steps,
-                                    Softmax<kTiles>& softmax, RowPrefetcher& prefetcher,
-                                    float* logits) {
+                                    Softmax<kTiles>& softmax, const RingRefill& refill,
+                                    RowPrefetcher& prefetcher, float* logits) {
   const auto* const a0 = static_cast<const std::byte*>(keys.rows[0]);
   const auto* const a1 = static_cast<const std::byte*>(keys.rows[1]);
   const int64_t stride0 = keys.stride_bytes[0];
@@ -103,10 +116,12 @@ SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* querie
       MultiplyTiles<2, 5, 6>();
       softmax.template Step<1>();
       StreamTile<6>(second + k * 512, 64);
+      refill.Copy(k, 0);
       MultiplyTiles<1, 4, 6>();
       softmax.template Step<2>();
       MultiplyTiles<3, 5, 6>();
       softmax.template Step<3>();
+      refill.Copy(k, 1);
       prefetcher.Step();
     }
     while (softmax.pending()) softmax.Step();
@@ -121,14 +136,21 @@ SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* querie
       MultiplyTiles<0, 4, 6>();
       LoadTile<5>(a1 + k * 64, stride1);
       MultiplyTiles<1, 5, 6>();
+      softmax.Step();
+      refill.Copy(k, 0);
+      refill.Copy(k, 1);
       prefetcher.Step();
       StreamTile<6>(queries + (k + 1) * 512, 64);
       LoadTile<4>(a0 + k * 64 + 64, stride0);
       MultiplyTiles<2, 4, 6>();
       LoadTile<5>(a1 + k * 64 + 64, stride1);
       MultiplyTiles<3, 5, 6>();
+      softmax.Step();
+      refill.Copy(k + 1, 0);
+      refill.Copy(k + 1, 1);
       prefetcher.Step();
     }
+    while (softmax.pending()) softmax.Step();
     alignas(64) float odd[512];
     StoreTile<0>(logits, 64);
     StoreTile<1>(logits + 256, 64);
@@ -147,8 +169,7 @@ SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* querie
 // heads, `second` floats apart, by two of columns, or one by four.
 template <int kTiles, typename Packer>
 SPARSEMLA_INLINE void ComputeValues(const uint16_t* weights, const std::byte* panel, int num_chunks,
-                                    int pairs_per_step, Packer& packer, bool first_block,
-                                    float* out, int64_t second) {
+                                    Packer& packer, bool first_block, float* out, int64_t second) {
   float* const out2 = out + second;
   if (first_block) {
     ZeroTile<0>();
@@ -169,9 +190,9 @@ SPARSEMLA_INLINE void ComputeValues(const uint16_t* weights, const std::byte* pa
       StreamTile<5>(weights + AmxScratch::kChunks * 512, 64);
       MultiplyTiles<2, 5, 6>();
       LoadTile<6>(panel + kTileBytes, 64);
-      packer.Step(pairs_per_step / 2);
+      packer.HalfChunk();
       MultiplyTiles<1, 4, 6>();
-      packer.Step(pairs_per_step - pairs_per_step / 2);
+      packer.HalfChunk();
       MultiplyTiles<3, 5, 6>();
       panel += 2 * kTileBytes;
     } else {
@@ -183,9 +204,9 @@ SPARSEMLA_INLINE void ComputeValues(const uint16_t* weights, const std::byte* pa
       LoadTile<5>(panel + 2 * kTileBytes, 64);
       MultiplyTiles<2, 4, 5>();
       LoadTile<6>(panel + 3 * kTileBytes, 64);
-      packer.Step(pairs_per_step / 2);
+      packer.HalfChunk();
       MultiplyTiles<3, 4, 6>();
-      packer.Step(pairs_per_step - pairs_per_step / 2);
+      packer.HalfChunk();
       panel += 4 * kTileBytes;
     }
     weights += 512;
@@ -223,7 +244,7 @@ class ItemRunner {
     int num_keys = cursor.Next(rows, kBlockKeys);
     if (num_keys == 0) return WriteEmpty();
     // The first rows are on their way while the query is packed.
-    RowPrefetcher(rows, AtMost(num_keys, 2 * kChunkKeys), lines_, 1).Step();
+    RowPrefetcher(rows, AtMost(num_keys, kChunkKeys), lines_, 1).Step();
     ConfigureTiles(tile_copy_ ? static_cast<int>(scratch_.width / 64) : kTileRows);
     Start();
     {
@@ -238,10 +259,6 @@ class ItemRunner {
   static constexpr int kPanelTiles = kTiles == 2 ? 2 : 4;  // tiles of value columns in a panel
   static constexpr int kLines = kPanelTiles / 2;           // lines of a row in a panel
   static constexpr int kBlockKeys = AmxScratch::kBlockKeys / kLines;
-#ifndef DBL
-#define DBL 1
-#endif
-  static constexpr bool kDouble = DBL;
 
   // All keys, a block at a time; `rows` holds the first `num_keys` of them.
   void AddKeys(const std::byte** rows, const std::byte** next_rows, int num_keys,
@@ -252,8 +269,8 @@ class ItemRunner {
       for (int k = num_keys; k < num_chunks * kChunkKeys; ++k) {
         rows[k] = reinterpret_cast<const std::byte*>(scratch_.zeros);
       }
-      AddLogits(rows, num_keys, next_rows, num_next, first);
-      AddValues(num_chunks, first);
+      AddLogits(rows, num_keys, first);
+      AddValues(num_chunks, first, next_rows, num_next);
       const std::byte** const done = rows;
       rows = next_rows;
       next_rows = done;
@@ -273,34 +290,43 @@ class ItemRunner {
     PackQueries(call_, item_, scratch_);
   }
 
-  // The rows of one chunk as tiles: where they are, in the ring, or converted in the block. The
-  // softmax of the chunk before goes on beside the copies.
-  SPARSEMLA_INLINE KeyTiles Stage(const std::byte* const* rows, int chunk, int num_keys,
-                                  Softmax<kTiles>& softmax) {
+  // Where the tiles of a chunk are or are going to be.
+  SPARSEMLA_INLINE KeyTiles Locate(const std::byte* const* rows, int chunk) const {
     const int64_t width = scratch_.width;
     const int64_t stride = call_.cache_row_stride_bytes;
     uint16_t* const target =
         in_place_ ? scratch_.ring : scratch_.block + chunk * kChunkKeys * width;
-    const std::byte** const values = scratch_.values + chunk * kChunkKeys;
-    KeyTiles keys = {{target, target + kTileRows * width}, {2 * width, 2 * width}};
-    bool consecutive[2] = {};
-    for (int half = 0; half < 2; ++half) {
-      consecutive[half] = in_place_ && AreConsecutive(rows + half * kTileRows, stride);
-      if (!consecutive[half]) continue;
-      keys.rows[half] = rows[half * kTileRows];
-      keys.stride_bytes[half] = stride;
-    }
-    for (int k = 0; k < kChunkKeys; ++k) {
-      uint16_t* const row = target + k * width;
-      values[k] = in_place_ ? rows[k] : reinterpret_cast<const std::byte*>(row);
-      if (!in_place_) {
-        ConvertRow(k < num_keys ? rows[k] : nullptr, row);
-      } else if (!consecutive[k / kTileRows]) {
-        CopyToRing(rows[k], row);
-      }
-      softmax.Step();
+    KeyTiles keys = {{target, target + kTileRows * width}, {2 * width, 2 * width}, {true, true}};
+    for (int t = 0; in_place_ && t < 2; ++t) {
+      if (!AreConsecutive(rows + t * kTileRows, stride)) continue;
+      keys.rows[t] = rows[t * kTileRows];
+      keys.stride_bytes[t] = stride;
+      keys.in_ring[t] = false;
     }
     return keys;
+  }
+
+  // Sees to it that the rows of a chunk are where `keys` says: converted into the block, or, for
+  // the first chunk of a block, copied into the ring; the others come by RingRefill.
+  SPARSEMLA_INLINE void Stage(const std::byte* const* rows, int chunk, int num_keys,
+                              const KeyTiles& keys, Softmax<kTiles>& softmax) {
+    const std::byte** const values = scratch_.values + chunk * kChunkKeys;
+    if (in_place_) {
+      for (int k = 0; k < kChunkKeys; ++k) {
+        values[k] = rows[k];
+        if (chunk == 0 && keys.in_ring[k / kTileRows]) {
+          CopyToRing(rows[k], scratch_.ring + k * scratch_.width);
+        }
+      }
+      return;
+    }
+    uint16_t* const target = scratch_.block + chunk * kChunkKeys * scratch_.width;
+    for (int k = 0; k < kChunkKeys; ++k) {
+      uint16_t* const row = target + k * scratch_.width;
+      values[k] = reinterpret_cast<const std::byte*>(row);
+      ConvertRow(k < num_keys ? rows[k] : nullptr, row);
+      softmax.Step();
+    }
   }
 
   // Through a tile and past L1, so that the source's lines do not push the ring out of it.
@@ -327,53 +353,61 @@ class ItemRunner {
   }
 
   // Weights of a block of keys.
-  void AddLogits(const std::byte* const* rows, int num_keys, const std::byte* const* next_rows,
-                 int num_next, bool first_block) {
+  void AddLogits(const std::byte* const* rows, int num_keys, bool first_block) {
     const int64_t steps = scratch_.width / 32;
     const int64_t passes = scratch_.head_tiles / kTiles;
     const int num_chunks = (num_keys + kChunkKeys - 1) / kChunkKeys;
     Softmax<kTiles> softmax(scratch_, call_.scale_log2);
+    KeyTiles next = Locate(rows, 0);
     for (int c = 0; c < num_chunks; ++c) {
       const int in_chunk = AtMost(num_keys - c * kChunkKeys, kChunkKeys);
-      const KeyTiles keys = Stage(rows + c * kChunkKeys, c, in_chunk, softmax);
-      // Two chunks ahead, which may be in the next block.
-      const bool within = c + 2 < num_chunks;
-      const int ahead = (within ? c + 2 : c + 2 - num_chunks) * kChunkKeys;
-      RowPrefetcher prefetcher((within ? rows : next_rows) + ahead,
-                               AtMost((within ? num_keys : num_next) - ahead, kChunkKeys), lines_,
-                               passes * steps);
+      const KeyTiles keys = next;
+      Stage(rows + c * kChunkKeys, c, in_chunk, keys, softmax);
+      RingRefill last_refill;
+      if (c + 1 < num_chunks) {
+        next = Locate(rows + (c + 1) * kChunkKeys, c + 1);
+        if (in_place_) {
+          last_refill = {rows + (c + 1) * kChunkKeys,
+                         {next.in_ring[0], next.in_ring[1]},
+                         reinterpret_cast<std::byte*>(scratch_.ring),
+                         2 * scratch_.width};
+        }
+      }
+      // Rows to be converted are asked for two chunks ahead.
+      const int ahead = (c + 2) * kChunkKeys;
+      RowPrefetcher prefetcher(rows + ahead, in_place_ ? 0 : AtMost(num_keys - ahead, kChunkKeys),
+                               lines_, passes * steps);
       for (int64_t tile = 0; tile < scratch_.head_tiles; tile += kTiles) {
+        const bool last = tile + kTiles == scratch_.head_tiles;
         ComputeLogits<kTiles>(keys, scratch_.queries + tile * steps * 512, steps, softmax,
-                              prefetcher, scratch_.logits);
+                              last ? last_refill : RingRefill(), prefetcher, scratch_.logits);
         softmax.Begin(scratch_.logits, tile, c, in_chunk, first_block);
       }
     }
     while (softmax.pending()) softmax.Step();
   }
 
-  // Outputs of a block of keys.
-  void AddValues(int num_chunks, bool first_block) {
-    const int passes = static_cast<int>(scratch_.head_tiles / kTiles);
+  // Outputs of a block of keys. The next block's first rows are asked for meanwhile.
+  void AddValues(int num_chunks, bool first_block, const std::byte* const* next_rows,
+                 int num_next) {
     const int64_t value_tiles = 2 * scratch_.value_groups;
+    const int64_t passes = scratch_.head_tiles / kTiles * (scratch_.value_groups / kLines);
+    RowPrefetcher prefetcher(next_rows, AtMost(num_next, 2 * kChunkKeys), lines_, passes);
     PanelPacker<kLines> packer(scratch_, num_chunks);
-    packer.Begin(0, scratch_.panels);
-    packer.Step(num_chunks * 16);
+    packer.Begin(0, scratch_.panel);
+    packer.PackAll();
     for (int64_t group = 0; group < scratch_.value_groups; group += kLines) {
-      const int which = kDouble ? static_cast<int>(group / kLines % 2) : 0;
-      const std::byte* const panel = scratch_.panels + which * AmxScratch::kPanelBytes;
-      if (group + kLines < scratch_.value_groups) {
-        packer.Begin((group + kLines) * 64,
-                     scratch_.panels + (kDouble ? 1 - which : 0) * AmxScratch::kPanelBytes);
-      }
+      const bool last_group = group + kLines == scratch_.value_groups;
       for (int64_t tile = 0; tile < scratch_.head_tiles; tile += kTiles) {
-        const bool last = tile + kTiles == scratch_.head_tiles;
-        ComputeValues<kTiles>(
-            scratch_.weights + tile * AmxScratch::kChunks * 512, panel, num_chunks,
-            kDouble ? (16 + passes - 1) / passes
-            : last  ? 16
-                    : 0,
-            packer, first_block, scratch_.out + (tile * value_tiles + 2 * group) * 256,
-            kTiles == 2 ? value_tiles * 256 : 512);
+        prefetcher.Step();
+        // The last pass makes room for the next group's panel as it goes.
+        if (tile + kTiles == scratch_.head_tiles && !last_group) {
+          packer.Begin((group + kLines) * 64, scratch_.panel);
+        }
+        ComputeValues<kTiles>(scratch_.weights + tile * AmxScratch::kChunks * 512, scratch_.panel,
+                              num_chunks, packer, first_block,
+                              scratch_.out + (tile * value_tiles + 2 * group) * 256,
+                              kTiles == 2 ? value_tiles * 256 : 512);
       }
     }
   }
@@ -392,9 +426,7 @@ class ItemRunner {
     for (int64_t h = 0; h < item_.num_heads; ++h) WriteHead(call_, item_, h, {}, values);
   }
 
-  static int AtMost(int count, int limit) {
-    return count < 0 ? 0 : count < limit ? count : limit;
-  }
+  static int AtMost(int count, int limit) { return count < 0 ? 0 : count < limit ? count : limit; }
 
   const AttentionCall& call_;
   const AttentionItem& item_;

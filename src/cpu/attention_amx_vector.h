@@ -35,16 +35,31 @@ SPARSEMLA_INLINE void Transpose16(__m512i row[16]) {
 
 // ---- the query ----------------------------------------------------------------------------------
 
-// Row `head` of the item's query as bf16, padded with zeros; exact for what the kernel takes.
+// Columns of one part of a query row as bf16, quantised where the cache says so; exact for what the
+// kernel takes. `floats` has room for them.
+SPARSEMLA_INLINE void StageQueryPart(const AttentionCall& call, const QueryPart& part,
+                                     const std::byte* source, int64_t count, float* floats,
+                                     uint16_t* out) {
+  WidenElements(part.dtype, source, count, floats);
+  for (int64_t i = 0; call.quantise_scale != 0.0f && i < count; i += kQueryColumns) {
+    QuantiseTile(call, floats + i);
+  }
+  NarrowRow<BFloat16>(floats, count, 1.0f, out);
+}
+
+// Row `head` of the item's query as bf16, padded with zeros.
 SPARSEMLA_INLINE void StageQueryRow(const AttentionCall& call, const AttentionItem& item,
-                                    int64_t head, int64_t width, uint16_t* row) {
-  alignas(64) float tile[kQueryColumns] = {};
+                                    int64_t head, int64_t width, float* floats, uint16_t* row) {
+  const int64_t rank = call.dims.kv_lora_rank;
   for (int64_t i = 0; i < width; i += 32) _mm512_store_si512(row + i, __m512i{});
-  for (int64_t begin = 0; begin < call.dims.head_dim_qk();) {
-    const QueryColumns columns = FindQueryColumns(call, item, begin);
-    ReadQueryColumns(call, columns, columns.data + head * columns.head_stride_bytes, tile);
-    NarrowRow<BFloat16>(tile, columns.count, 1.0f, row + begin);
-    begin += columns.count;
+  const auto source = [&](const QueryPart& part) {
+    return part.data + item.row * part.row_stride_bytes +
+           (item.head_begin + head) * part.head_stride_bytes;
+  };
+  StageQueryPart(call, call.latent, source(call.latent), rank, floats, row);
+  if (call.dims.qk_rope_head_dim > 0) {
+    StageQueryPart(call, call.rope, source(call.rope), call.dims.qk_rope_head_dim, floats,
+                   row + rank);
   }
 }
 
@@ -59,7 +74,8 @@ void PackQueries(const AttentionCall& call, const AttentionItem& item, const Amx
   for (int64_t tile = 0; tile < scratch.head_tiles; ++tile) {
     const int64_t heads = item.num_heads - tile * 16;
     for (int64_t h = 0; !direct && h < heads && h < 16; ++h) {
-      StageQueryRow(call, item, tile * 16 + h, scratch.width, scratch.ring + h * scratch.width);
+      StageQueryRow(call, item, tile * 16 + h, scratch.width,
+                    reinterpret_cast<float*>(scratch.block), scratch.ring + h * scratch.width);
     }
     for (int64_t k = 0; k < steps; ++k) {
       QueryColumns columns = {reinterpret_cast<const std::byte*>(scratch.ring + k * 32), 32,
@@ -193,9 +209,10 @@ SPARSEMLA_INLINE __m512 Pinned(float value) {
   return x;
 }
 
-// 2^x, to 5e-6 and exactly for integers: a polynomial of the fraction, scaled by the integer below x. Few instructions, as
-// only about one vector instruction a cycle hides under the products. NaN for NaN, 0 for -inf,
-// +inf beyond the range; with results below 2^-126 flushed, since they would cost an assist.
+// 2^x, to 5e-6 and exactly for integers: a polynomial of the fraction, scaled by the integer below
+// x. Few instructions, as only about one vector instruction a cycle hides under the products. NaN
+// for NaN, 0 for -inf, +inf beyond the range; with results below 2^-126 flushed, since they would
+// cost an assist.
 class Exp2 {
  public:
   SPARSEMLA_INLINE Exp2()
@@ -486,12 +503,13 @@ SPARSEMLA_INLINE void PackLine(const std::byte* even_row, const std::byte* odd_r
   _mm512_store_si512(tile + kTileBytes, _mm512_unpackhi_epi16(even, odd));
 }
 
-// The next panel while this one is used: values of all keys of the block, `kLines` lines of each.
+// Packs a panel: `kLines` lines of the values of all keys of the block, half a chunk at a time,
+// where the panel before it has just been used.
 template <int kLines>
 class PanelPacker {
  public:
   SPARSEMLA_INLINE PanelPacker(const AmxScratch& scratch, int num_chunks)
-      : values_(scratch.values), end_(num_chunks * 16) {}
+      : values_(scratch.values), end_(num_chunks * 16), next_(end_) {}
 
   // Starts with the lines from byte `offset` of the rows on.
   SPARSEMLA_INLINE void Begin(int64_t offset, std::byte* panel) {
@@ -499,23 +517,29 @@ class PanelPacker {
     panel_ = panel;
     next_ = 0;
   }
-  SPARSEMLA_INLINE void Step(int pairs) {
-    for (int i = 0; i < pairs && next_ < end_; ++i, ++next_) {
-      std::byte* const tile = panel_ + (next_ / 16) * (2 * kLines * kTileBytes) + next_ % 16 * 64;
+  // Nothing after the last one.
+  SPARSEMLA_INLINE void HalfChunk() {
+    if (next_ == end_) return;
+    std::byte* const tile = panel_ + next_ / 16 * (2 * kLines * kTileBytes) + next_ % 16 * 64;
+    const std::byte* const* const rows = values_ + 2 * next_;
+    for (int i = 0; i < 8; ++i) {
       for (int line = 0; line < kLines; ++line) {
-        PackLine(values_[2 * next_] + offset_ + line * 64,
-                 values_[2 * next_ + 1] + offset_ + line * 64, tile + line * 2 * kTileBytes);
+        const int64_t at = offset_ + line * 64;
+        PackLine(rows[2 * i] + at, rows[2 * i + 1] + at, tile + i * 64 + line * 2 * kTileBytes);
       }
     }
+    next_ += 8;
   }
-  SPARSEMLA_INLINE void Stop() { next_ = end_; }
+  SPARSEMLA_INLINE void PackAll() {
+    while (next_ != end_) HalfChunk();
+  }
 
  private:
   const std::byte* const* values_;
-  const int end_;
+  const int end_;  // pairs of keys
+  int next_;
   int64_t offset_ = 0;
   std::byte* panel_ = nullptr;
-  int next_ = 0;
 };
 
 // Stores 32 columns as the output's type.
