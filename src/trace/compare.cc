@@ -107,13 +107,14 @@ Comparison CompareAnswers(const Answers& got, const Answers& want, int64_t num_t
       LoadRow(got.out, t, h, got_row);
       LoadRow(want.out, t, h, want_row);
       const RowError error = CompareRow(got_row, want_row);
-      const bool too_far =
-          error.norm > tolerance.out_relative * error.want_norm + tolerance.out_absolute;
-      if (error.differs_in_kind || too_far) {
+      const double allowed = tolerance.out_relative * error.want_norm + tolerance.out_absolute;
+      if (std::isfinite(error.norm)) {
+        result.worst_share = std::max(result.worst_share, error.norm / allowed);
+      }
+      if (error.differs_in_kind || error.norm > allowed) {
         const size_t d = error.worst_column;
         report(StrCat("token ", t, ", head ", h, ", column ", d, ": got ", got_row[d], ", want ",
-                      want_row[d], " (row error ", error.norm, ", allowed ",
-                      tolerance.out_relative * error.want_norm + tolerance.out_absolute, ")"));
+                      want_row[d], " (row error ", error.norm, ", allowed ", allowed, ")"));
       }
       result.worst_out = std::max(
           result.worst_out, error.want_norm > 0.0 ? error.norm / error.want_norm : error.norm);
@@ -125,7 +126,10 @@ Comparison CompareAnswers(const Answers& got, const Answers& want, int64_t num_t
       } else if (std::isfinite(want_lse)) {
         const double difference = std::abs(got_lse - want_lse);
         result.worst_lse = std::max(result.worst_lse, difference);
-        if (difference > tolerance.lse_absolute + tolerance.lse_relative * std::abs(want_lse)) {
+        const double lse_allowed =
+            tolerance.lse_absolute + tolerance.lse_relative * std::abs(want_lse);
+        result.worst_share = std::max(result.worst_share, difference / lse_allowed);
+        if (difference > lse_allowed) {
           report("lse, " + Describe(t, h, got_lse, want_lse));
         }
       }

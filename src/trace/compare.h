@@ -28,8 +28,9 @@ struct Answers {
 };
 
 struct Comparison {
-  double worst_out = 0.0;  // largest |out - want| / |want| of a row (absolute where |want| = 0)
-  double worst_lse = 0.0;  // largest |lse - want|
+  double worst_out = 0.0;    // largest |out - want| / |want| of a row (absolute where |want| = 0)
+  double worst_lse = 0.0;    // largest |lse - want|
+  double worst_share = 0.0;  // largest error of out or lse as a share of what is allowed
   // "" if all is within tolerance, else the first difference:
   // "token 3, head 5, column 17: got 0.25, want nan".
   std::string first_mismatch;

@@ -96,8 +96,7 @@ Status RowChecker::CheckRow(const Step& step, int32_t row, const SparseMlaParams
        .lse = View<const float, 2>::Contiguous(worker.lse.data(), single.attention.lse.shape)},
       1, tolerance);
   CheckOutcome& outcome = worker.outcome;
-  outcome.worst_error = std::max({outcome.worst_error, result.worst_out / tolerance.out_relative,
-                                  result.worst_lse / tolerance.lse_absolute});
+  outcome.worst_error = std::max(outcome.worst_error, result.worst_share);
   if (!outcome.mismatch.empty() || result.ok()) return {};
   // The comparison saw a single token; only what follows its number is of use.
   const std::string& text = result.first_mismatch;
