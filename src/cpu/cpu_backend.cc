@@ -14,6 +14,8 @@
 #include "core/validate.h"
 #include "core/workspace.h"
 #include "cpu/kernels.h"
+#include "cpu/parallel_for.h"
+#include "cpu/stage_kernels.h"
 #include "cpu/stages.h"
 #include "cpu/thread_pool.h"
 #include "plan/schedule.h"
@@ -126,7 +128,10 @@ class CpuBackend final : public Backend {
  public:
   CpuBackend(const AttentionKernel* kernel, Executor executor,
              std::unique_ptr<cpu::ThreadPool> pool)
-      : kernel_(kernel), executor_(executor), pool_(std::move(pool)) {}
+      : kernel_(kernel),
+        stage_kernels_(cpu::SelectStageKernels(kernel->arch)),
+        executor_(executor),
+        pool_(std::move(pool)) {}
 
   std::string_view name() const override { return "cpu"; }
   DeviceInfo device() const override;
@@ -137,26 +142,23 @@ class CpuBackend final : public Backend {
   size_t AttentionWorkspaceBytes(const PlanCapacity& capacity) const override;
 
   Status FitKpoolIndices(const FitKpoolIndicesParams& params, Stream) const override {
-    cpu::FitKpoolIndices(params, executor_);
-    return {};
+    return cpu::FitKpoolIndices(params, stage_kernels_, executor_);
   }
   Status ConvertIndices(const ConvertIndicesParams& params, Stream) const override {
-    cpu::ConvertIndices(params, executor_);
-    return {};
+    return cpu::ConvertIndices(params, stage_kernels_, executor_);
   }
   Status ConvertIndicesDense(const ConvertIndicesDenseParams& params, Stream) const override {
-    cpu::ConvertIndicesDense(params, executor_);
-    return {};
+    return cpu::ConvertIndicesDense(params, stage_kernels_, executor_);
   }
   Status Attention(const AttentionParams& params, const Plan& plan, Workspace workspace,
                    Stream stream) const override;
   Status Merge(const MergeParams& params, Stream) const override {
-    cpu::Merge(params, executor_);
-    return {};
+    return cpu::Merge(params, stage_kernels_, executor_);
   }
 
  private:
   const AttentionKernel* kernel_;
+  const cpu::StageKernels& stage_kernels_;  // of the kernel's instruction sets
   Executor executor_;
   std::unique_ptr<cpu::ThreadPool> pool_;  // null where the caller brought an executor
 };
@@ -203,7 +205,7 @@ Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Wo
 
   const auto num_items = static_cast<int32_t>(schedule.work_items.size());
   std::atomic<int32_t> next_item = 0;
-  cpu::ParallelFor(executor_, std::min(executor_.num_threads, num_items), [&](int32_t task) {
+  auto take_items = [&](int32_t task) {
     Arena scratch_arena(Workspace{memory.scratch + task * memory.scratch_bytes, 0});
     const AttentionScratch scratch = AttentionScratch::Carve(scratch_arena, item_dims);
     for (int32_t i = next_item.fetch_add(1); i < num_items; i = next_item.fetch_add(1)) {
@@ -213,8 +215,8 @@ Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Wo
           ResolveItem(work, schedule, params.kv_indices.data(), partials, item_dims.kv_lora_rank),
           scratch);
     }
-  });
-  return {};
+  };
+  return cpu::ParallelFor(executor_, std::min(executor_.num_threads, num_items), take_items);
 }
 
 }  // namespace
