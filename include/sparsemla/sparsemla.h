@@ -14,7 +14,8 @@
  * Conventions
  * - Calls return a status. A text for people that names the value and its bound is then in
  *   sparsemla_last_error(), per thread. A null argument is an error that names the argument. On an
- *   error no output has been written. Nothing is printed, nothing aborts, no exception leaves.
+ *   error (but one of the caller's parallel_for) no output has been written. Nothing is printed,
+ * nothing aborts, no exception leaves.
  * - Memory of arrays belongs to the caller and must stay valid until the work is done (`stream`:
  *   the device queue that work is put on; null: the default queue, or the calling thread). Inputs
  *   are never written. Strings and arrays returned belong to the handle that they came from.
@@ -61,7 +62,7 @@ enum {
   SPARSEMLA_FAILED_PRECONDITION = 3, /* calls in a wrong order, or a plan made for other inputs */
   SPARSEMLA_RESOURCE_EXHAUSTED = 4,  /* memory, capacity or workspace too small */
   SPARSEMLA_DEVICE_ERROR = 5,        /* a driver or device reported an error */
-  SPARSEMLA_INTERNAL = 6             /* a defect of the library */
+  SPARSEMLA_INTERNAL = 6             /* a defect of the library, or of the parallel_for */
 };
 
 /* Text of the last error on this thread, "" if there was none; at most 1023 bytes, valid until the
@@ -122,7 +123,9 @@ typedef struct sparsemla_dims {
 typedef struct sparsemla_backend sparsemla_backend;
 
 typedef void (*sparsemla_task)(void* argument, int32_t index);
-/* Runs `task(argument, i)` for every i in [0, count) and returns when all are done. */
+/* Runs `task(argument, i)` once for every i in [0, count) and returns when all are done. If it runs
+ * other indices than those, or a C++ exception leaves it, the stage that called it returns
+ * SPARSEMLA_INTERNAL and its outputs are undefined. */
 typedef void (*sparsemla_parallel_for)(void* context, int32_t count, sparsemla_task task,
                                        void* argument);
 
