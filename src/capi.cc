@@ -15,6 +15,7 @@
 #include "core/require.h"
 #include "sparsemla/attention.h"
 #include "sparsemla/backend.h"
+#include "sparsemla/huge_pages.h"
 #include "sparsemla/plan.h"
 #include "sparsemla/sparsemla.h"
 
@@ -379,6 +380,30 @@ sparsemla_status sparsemla_run(const sparsemla_backend* backend, const sparsemla
     SPARSEMLA_RETURN_IF_ERROR(
         ReadAttention("params.attention", in.attention, plan->plan, cpp.attention));
     return SparseMla(*backend->backend, cpp, plan->plan, {workspace, workspace_bytes}, {stream});
+  });
+}
+
+sparsemla_status sparsemla_huge_pages_allocate(size_t bytes, void** data) {
+  return Guard([&]() -> Status {
+    SPARSEMLA_REQUIRE_NOT_NULL(data);
+    auto buffer = HugePageBuffer::Allocate(bytes);
+    if (!buffer.ok()) return buffer.status();
+    *data = buffer->Release();
+    return {};
+  });
+}
+
+void sparsemla_huge_pages_free(void* data, size_t bytes) {
+  HugePageBuffer::Adopt(data, bytes);
+}
+
+sparsemla_status sparsemla_huge_pages_count(const void* data, size_t bytes, size_t* huge_bytes) {
+  return Guard([&]() -> Status {
+    SPARSEMLA_REQUIRE_NOT_NULL(huge_bytes);
+    const auto count = CountHugePageBytes(data, bytes);
+    if (!count.ok()) return count.status();
+    *huge_bytes = count.value();
+    return {};
   });
 }
 

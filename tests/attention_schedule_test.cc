@@ -68,7 +68,7 @@ TEST_P(AttentionSchedules, ThreadsScratchContentsAndRepetitionDoNotChangeABit) {
                                  RunOptions{.num_compute_units = 304, .max_splits = 16}}) {
     Outputs want = attention.MakeOutputs();
     ASSERT_TRUE(RunAttention(*MakeBackend(kernel(), 1), attention, base, want).ok());
-    for (const int32_t threads : {1, 2, 7}) {
+    for (int32_t threads = 1; threads <= 8; ++threads) {
       const auto pool = MakeBackend(kernel(), threads);
       for (const std::byte scratch : {std::byte{0}, std::byte{0xFF}, std::byte{0x7F}}) {
         RunOptions options = base;

@@ -71,6 +71,12 @@ class IndicesTest : public KernelTest {
     EXPECT_EQ(result->shape, fitted.view().shape);
     EXPECT_EQ(result->strides, fitted.view().strides);
     EXPECT_TRUE(fitted.GapsAreIntact());
+    Matrix packed(topk.view().shape[0], topk_tokens);
+    EXPECT_TRUE(FitKpoolIndices(backend(), {.topk_indices = topk.view(),
+                                            .topk_tokens = topk_tokens,
+                                            .fitted = packed.view()})
+                    .ok());
+    EXPECT_EQ(packed.rows(), fitted.rows());
     return fitted.rows();
   }
 };
@@ -336,6 +342,36 @@ TEST_P(IndicesTest, NoTokensAreNoWork) {
                 .message(),
             "");
   EXPECT_EQ(ConvertIndicesDense(backend(), {.block_table = {.block_size = 1}}).message(), "");
+}
+
+// N9: no rounding of a quotient, and no sum of 32 bits, lets a position near the ends of int32 or
+// of a block slip into another block.
+TEST_P(IndicesTest, PositionsAtTheEndsOfBlocksAndOfInt32AreSplitExactly) {
+  for (const int32_t block_size : {1, 3, 7, 61, 64, 1000003, 1 << 30, kMaxInt32}) {
+    const int64_t num_columns = std::min<int64_t>(kMaxInt32 / int64_t{block_size} + 1, 3000);
+    Matrix blocks(1, num_columns);
+    const int64_t num_blocks = std::min<int64_t>(kMaxInt32 / block_size, num_columns);
+    for (int64_t c = 0; c < num_columns; ++c) {
+      blocks.view()(0, c) = static_cast<int32_t>(num_columns - 1 - c);
+    }
+    std::vector<int32_t> positions = {kMaxInt32, kMaxInt32 - 1, -1, -2, -kMaxInt32 - 1};
+    for (const int64_t column : {int64_t{0}, int64_t{1}, num_columns / 2, num_columns - 1}) {
+      for (int64_t offset = -2; offset <= 2; ++offset) {
+        const int64_t position = column * block_size + offset;
+        if (position <= kMaxInt32) positions.push_back(static_cast<int32_t>(position));
+      }
+    }
+    std::vector<int32_t> expected;
+    for (const int32_t position : positions) {
+      const int64_t column = position < 0 ? num_columns : position / block_size;
+      const int64_t block = num_columns - 1 - column;
+      const bool is_named = column < num_columns && block < num_blocks;
+      expected.push_back(is_named ? static_cast<int32_t>(block * block_size + position % block_size)
+                                  : -1);
+    }
+    EXPECT_EQ(Slots(Table(blocks, block_size, num_blocks), {0}, Rows{positions}), Rows{expected})
+        << "blocks of " << block_size;
+  }
 }
 
 // A09, A38, A41: a table of every position, filled by counting instead of dividing, is the judge.

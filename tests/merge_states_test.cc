@@ -109,6 +109,62 @@ TEST_P(MergeStates, TheOrderOfTheMapNotOfTheBufferDecidesTheBits) {
   EXPECT_EQ(moved.lse, merge.lse);
 }
 
+// More pieces than are summed, or whose weights are kept, at a time.
+TEST_P(MergeStates, HundredsOfPiecesMakeOneRow) {
+  for (const int32_t count : {63, 64, 65, 256, 257, 700}) {
+    MergeCase merge{count, 1, 2, 515};
+    merge.GroupInOrder({count});
+    merge.Allocate();
+    double sum = 0.0;
+    double value = 0.0;
+    for (int32_t p = 0; p < count; ++p) {
+      const float lse = p % 3 == 0 ? -kInf : 0.01f * static_cast<float>(p);
+      const double weight = std::exp(double{lse});
+      sum += weight;
+      value += weight * p;
+      for (int64_t h = 0; h < 2; ++h) {
+        merge.PartLse(p, h) = lse;
+        for (int64_t d = 0; d < 515; ++d) {
+          merge.PartOut(p, h, d) = lse == -kInf ? kInf : static_cast<float>(p + d);
+        }
+      }
+    }
+    merge.Run(backend());
+    for (int64_t h = 0; h < 2; ++h) {
+      EXPECT_NEAR(merge.Lse(0, h), std::log(sum), 1e-5) << count << " pieces";
+      for (const int64_t d : {0, 1, 511, 512, 514}) {
+        EXPECT_NEAR(merge.Out(0, h, d), value / sum + static_cast<double>(d), 1e-3)
+            << count << " pieces, column " << d;
+      }
+    }
+  }
+}
+
+// However few of many rows are split, and wherever they are: those are merged, the others left.
+TEST_P(MergeStates, FewSplitRowsAmongManyAreFoundOnAnyNumberOfThreads) {
+  for (const int32_t threads : {1, 3, 8}) {
+    const auto pool = MakeBackend(GetParam(), threads);
+    ASSERT_NE(pool, nullptr);
+    for (const std::vector<int64_t>& split :
+         {std::vector<int64_t>{0}, {4999}, {0, 1, 17, 2500, 4998, 4999}, {}}) {
+      std::vector<int32_t> counts(5000, 0);
+      for (const int64_t row : split) counts[static_cast<size_t>(row)] = 3;
+      MergeCase merge{static_cast<int64_t>(split.size()) * 3 + 1, 5000, 40, 8};
+      merge.GroupInOrder(counts);
+      merge.Allocate();
+      for (float& x : merge.part_out) x = 7.0f;
+      merge.Run(*pool);
+      for (int64_t row = 0; row < 5000; ++row) {
+        const bool is_split = counts[static_cast<size_t>(row)] > 0;
+        for (int64_t h = 0; h < 40; ++h) {
+          ASSERT_NEAR(merge.Lse(row, h), is_split ? std::log(3.0f) : kUntouched, 1e-6) << row;
+          ASSERT_NEAR(merge.Out(row, h, 7), is_split ? 7.0f : kUntouched, 1e-5) << row;
+        }
+      }
+    }
+  }
+}
+
 // Every width and head count, rows that lie apart, dead partials among live ones: the sums in
 // double.
 TEST_P(MergeStates, RandomStatesAgreeWithTheDefinition) {

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "sparsemla/huge_pages.h"
 #include "trace/safetensors.h"
 
 namespace sparsemla {
@@ -240,6 +241,7 @@ TEST_F(ToolTest, JsonOfEveryCommandParses) {
   EXPECT_EQ(plan.at("work_indptr").size(), 3u);
   const auto info = nlohmann::json::parse(Run("info --json").out);
   EXPECT_EQ(info.at("backends").size(), 2u);
+  EXPECT_EQ(info.at("huge_pages").at("setting"), HugePageSetting());
   const auto run =
       nlohmann::json::parse(Run("run --check --json " + CaseFile("fp32_small_h4")).out);
   EXPECT_EQ(run.at(0).at("ok"), true);
@@ -260,8 +262,9 @@ TEST_F(ToolTest, GoldenPlansAreEqualAndAChangedOneIsNoticed) {
 TEST_F(ToolTest, InfoListsBackEndsKernelsAndTheForcedOnes) {
   const ToolRun run = Run("info");
   EXPECT_EQ(run.exit_code, 0) << run.err;
-  for (const std::string part : {"back end cpu", "back end ref", "attention_portable", "fp8_ds_mla",
-                                 "SPARSEMLA_CPU_KERNEL"}) {
+  for (const std::string& part :
+       std::vector<std::string>{"back end cpu", "back end ref", "attention_portable", "fp8_ds_mla",
+                                "huge pages", HugePageSetting(), "SPARSEMLA_CPU_KERNEL"}) {
     EXPECT_NE(run.out.find(part), std::string::npos) << part << "\n" << run.out;
   }
 }

@@ -3,10 +3,12 @@
 
 #include <array>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "sparsemla/backend.h"
+#include "sparsemla/huge_pages.h"
 #include "tools/commands.h"
 
 namespace sparsemla::tools {
@@ -70,6 +72,22 @@ Json DescribeBackend(std::string_view name, int32_t num_heads) {
   return entry;
 }
 
+// The system's setting, and whether memory that asks for huge pages gets them.
+Json DescribeHugePages() {
+  constexpr size_t kProbeBytes = 8 * kHugePageBytes;
+  Json entry = {{"setting", HugePageSetting()}, {"probe_bytes", kProbeBytes}};
+  const auto probe = HugePageBuffer::Allocate(kProbeBytes);
+  if (!probe.ok()) {
+    entry["unavailable_reason"] = probe.status().message();
+    return entry;
+  }
+  std::memset(probe->data(), 1, probe->bytes());
+  const auto granted = CountHugePageBytes(probe->data(), probe->bytes());
+  entry["unavailable_reason"] = granted.status().message();
+  if (granted.ok()) entry["granted_bytes"] = granted.value();
+  return entry;
+}
+
 Json Describe(const InfoOptions& options) {
   Json environment = Json::object();
   for (const char* name : kEnvironment) {
@@ -83,6 +101,7 @@ Json Describe(const InfoOptions& options) {
   return {{"version", Version()},
           {"num_heads", options.num_heads},
           {"backends", backends},
+          {"huge_pages", DescribeHugePages()},
           {"environment", environment}};
 }
 
@@ -134,6 +153,17 @@ void PrintSupport(const Json& info) {
   }
 }
 
+void PrintHugePages(const Json& pages) {
+  fmt::print("\nhuge pages\n  setting                {}\n", pages["setting"].get<std::string>());
+  if (pages.contains("granted_bytes")) {
+    fmt::print("  probe                  {} of {} MB granted\n",
+               pages["granted_bytes"].get<size_t>() >> 20,
+               pages["probe_bytes"].get<size_t>() >> 20);
+  } else {
+    fmt::print("  probe                  {}\n", pages["unavailable_reason"].get<std::string>());
+  }
+}
+
 int Info(const InfoOptions& options) {
   const Json info = Describe(options);
   if (options.json) {
@@ -144,6 +174,7 @@ int Info(const InfoOptions& options) {
   fmt::print("sparsemla {}\n", Version());
   for (const Json& backend : info["backends"]) PrintBackend(backend);
   PrintSupport(info);
+  PrintHugePages(info["huge_pages"]);
   fmt::print("\nenvironment\n");
   for (const auto& [name, value] : info["environment"].items()) {
     fmt::print("  {:22} {}\n", name, value.is_null() ? "not set" : value.get<std::string>());

@@ -5,7 +5,8 @@
 // Every stage is checked at its door and then handed to a back end (backend.h). All arrays belong
 // to the caller and live in memory that the back end can address. Calls are asynchronous on
 // `stream` where the back end has streams; the arrays must stay valid until the work is done. No
-// call allocates. On an error nothing has been written.
+// call allocates. On an error nothing has been written, unless it is one of the caller's executor
+// (backend.h).
 #pragma once
 
 #include <cstdint>

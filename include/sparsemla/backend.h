@@ -43,9 +43,12 @@ struct KernelInfo {
   bool selected = false;           // runs a problem of bf16 queries, cache and output
 };
 
-// Runs `task(argument, i)` for every i in [0, count) on threads of an embedding engine and returns
-// when all are done. May run fewer threads than num_threads at a time, never more; the calling
-// thread may take part. A null `parallel_for` stands for the library's own pool.
+// Runs `task(argument, i)` once for every i in [0, count) on threads of an embedding engine and
+// returns when all are done. May run fewer threads than num_threads at a time, never more; the
+// calling thread may take part. A null `parallel_for` stands for the library's own pool. Should it
+// throw, or run other indices than those, the stage returns kInternal (kResourceExhausted for
+// bad_alloc) with what is known about it; the outputs are then undefined. A task that starts after
+// parallel_for has returned cannot be noticed and is undefined behaviour.
 struct Executor {
   void* context = nullptr;
   int32_t num_threads = 0;

@@ -14,7 +14,8 @@
  * Conventions
  * - Calls return a status. A text for people that names the value and its bound is then in
  *   sparsemla_last_error(), per thread. A null argument is an error that names the argument. On an
- *   error no output has been written. Nothing is printed, nothing aborts, no exception leaves.
+ *   error (but one of the caller's parallel_for) no output has been written. Nothing is printed,
+ *   nothing aborts, no exception leaves.
  * - Memory of arrays belongs to the caller and must stay valid until the work is done (`stream`:
  *   the device queue that work is put on; null: the default queue, or the calling thread). Inputs
  *   are never written. Strings and arrays returned belong to the handle that they came from.
@@ -45,7 +46,7 @@ extern "C" {
 /* ---- versions and errors ------------------------------------------------------------------- */
 
 #define SPARSEMLA_ABI_MAJOR 1
-#define SPARSEMLA_ABI_MINOR 0
+#define SPARSEMLA_ABI_MINOR 1
 
 /* Version of this ABI in the loaded library: major * 1000 + minor. */
 SPARSEMLA_API int32_t sparsemla_version(void);
@@ -61,7 +62,7 @@ enum {
   SPARSEMLA_FAILED_PRECONDITION = 3, /* calls in a wrong order, or a plan made for other inputs */
   SPARSEMLA_RESOURCE_EXHAUSTED = 4,  /* memory, capacity or workspace too small */
   SPARSEMLA_DEVICE_ERROR = 5,        /* a driver or device reported an error */
-  SPARSEMLA_INTERNAL = 6             /* a defect of the library */
+  SPARSEMLA_INTERNAL = 6             /* a defect of the library, or of the parallel_for */
 };
 
 /* Text of the last error on this thread, "" if there was none; at most 1023 bytes, valid until the
@@ -122,7 +123,9 @@ typedef struct sparsemla_dims {
 typedef struct sparsemla_backend sparsemla_backend;
 
 typedef void (*sparsemla_task)(void* argument, int32_t index);
-/* Runs `task(argument, i)` for every i in [0, count) and returns when all are done. */
+/* Runs `task(argument, i)` once for every i in [0, count) and returns when all are done. If it runs
+ * other indices than those, or a C++ exception leaves it, the stage that called it returns
+ * SPARSEMLA_INTERNAL and its outputs are undefined. */
 typedef void (*sparsemla_parallel_for)(void* context, int32_t count, sparsemla_task task,
                                        void* argument);
 
@@ -533,6 +536,23 @@ SPARSEMLA_API sparsemla_status sparsemla_run(const sparsemla_backend* backend,
                                              const sparsemla_run_params* params,
                                              const sparsemla_plan* plan, void* workspace,
                                              size_t workspace_bytes, void* stream);
+
+/* ---- memory for caches --------------------------------------------------------------------- */
+
+/* Maps `bytes` of zeroed host memory, aligned to 2 MB, and asks the system for transparent huge
+ * pages; what it does not grant are normal pages. Pages exist once they are written, on the NUMA
+ * node of the thread that does so. `*data` becomes null for 0 bytes. Since version 1.1, as is all
+ * of this section. */
+SPARSEMLA_API sparsemla_status sparsemla_huge_pages_allocate(size_t bytes, void** data);
+
+/* Frees what sparsemla_huge_pages_allocate gave for as many bytes. Null is allowed. */
+SPARSEMLA_API void sparsemla_huge_pages_free(void* data, size_t bytes);
+
+/* How many of `bytes` bytes from `data` on lie on huge pages at this moment: exact for a whole
+ * allocation of the above; the most it can be where the range is only a part of a mapping.
+ * SPARSEMLA_UNSUPPORTED where the system does not tell. */
+SPARSEMLA_API sparsemla_status sparsemla_huge_pages_count(const void* data, size_t bytes,
+                                                          size_t* huge_bytes);
 
 #ifdef __cplusplus
 }

@@ -14,6 +14,8 @@
 #include "core/validate.h"
 #include "core/workspace.h"
 #include "cpu/kernels.h"
+#include "cpu/parallel_for.h"
+#include "cpu/stage_kernels.h"
 #include "cpu/stages.h"
 #include "cpu/thread_pool.h"
 #include "plan/schedule.h"
@@ -24,10 +26,6 @@ namespace {
 using cpu::AttentionCall;
 using cpu::AttentionItem;
 using cpu::AttentionKernel;
-
-// Plans are cut for at least so many workers, whatever the machine: plans, and so the bits of the
-// results, are then the same on all but the largest ones.
-constexpr int32_t kMinComputeUnits = 32;
 
 int32_t HardwareThreads() {
   return std::max(1, static_cast<int32_t>(std::thread::hardware_concurrency()));
@@ -124,7 +122,10 @@ class CpuBackend final : public Backend {
  public:
   CpuBackend(const AttentionKernel* forced_kernel, Executor executor,
              std::unique_ptr<cpu::ThreadPool> pool)
-      : forced_kernel_(forced_kernel), executor_(executor), pool_(std::move(pool)) {}
+      : forced_kernel_(forced_kernel),
+        stage_kernels_(cpu::SelectStageKernels(forced_kernel ? forced_kernel->arch : arch_)),
+        executor_(executor),
+        pool_(std::move(pool)) {}
 
   std::string_view name() const override { return "cpu"; }
   DeviceInfo device() const override;
@@ -140,22 +141,18 @@ class CpuBackend final : public Backend {
   size_t AttentionWorkspaceBytes(const PlanCapacity& capacity) const override;
 
   Status FitKpoolIndices(const FitKpoolIndicesParams& params, Stream) const override {
-    cpu::FitKpoolIndices(params, executor_);
-    return {};
+    return cpu::FitKpoolIndices(params, stage_kernels_, executor_);
   }
   Status ConvertIndices(const ConvertIndicesParams& params, Stream) const override {
-    cpu::ConvertIndices(params, executor_);
-    return {};
+    return cpu::ConvertIndices(params, stage_kernels_, executor_);
   }
   Status ConvertIndicesDense(const ConvertIndicesDenseParams& params, Stream) const override {
-    cpu::ConvertIndicesDense(params, executor_);
-    return {};
+    return cpu::ConvertIndicesDense(params, stage_kernels_, executor_);
   }
   Status Attention(const AttentionParams& params, const Plan& plan, Workspace workspace,
                    Stream stream) const override;
   Status Merge(const MergeParams& params, Stream) const override {
-    cpu::Merge(params, executor_);
-    return {};
+    return cpu::Merge(params, stage_kernels_, executor_);
   }
 
  private:
@@ -165,7 +162,8 @@ class CpuBackend final : public Backend {
   int64_t ScratchBytes(const MlaDims& dims) const;
 
   const cpu::ArchFlags arch_ = cpu::DetectArch();
-  const AttentionKernel* forced_kernel_;  // or null
+  const AttentionKernel* forced_kernel_;    // or null
+  const cpu::StageKernels& stage_kernels_;  // of a forced kernel's instruction sets, or the best
   Executor executor_;
   std::unique_ptr<cpu::ThreadPool> pool_;  // null where the caller brought an executor
 };
@@ -174,7 +172,7 @@ DeviceInfo CpuBackend::device() const {
   const char* const threads = executor_.num_threads == 1 ? " thread" : " threads";
   return {.name = StrCat(CpuName(), ", ", executor_.num_threads, threads),
           .features = cpu::ArchNames(arch_),
-          .num_compute_units = std::max(kMinComputeUnits, HardwareThreads()),
+          .num_compute_units = HardwareThreads(),
           .num_threads = executor_.num_threads};
 }
 
@@ -227,7 +225,7 @@ Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Wo
 
   const auto num_items = static_cast<int32_t>(schedule.work_items.size());
   std::atomic<int32_t> next_item = 0;
-  cpu::ParallelFor(executor_, std::min(executor_.num_threads, num_items), [&](int32_t task) {
+  auto take_items = [&](int32_t task) {
     for (int32_t i = next_item.fetch_add(1); i < num_items; i = next_item.fetch_add(1)) {
       const WorkItem& work = schedule.work_items[static_cast<size_t>(i)];
       kernel.run(
@@ -235,8 +233,8 @@ Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Wo
           ResolveItem(work, schedule, params.kv_indices.data(), partials, item_dims.kv_lora_rank),
           memory.scratch + task * memory.scratch_bytes);
     }
-  });
-  return {};
+  };
+  return cpu::ParallelFor(executor_, std::min(executor_.num_threads, num_items), take_items);
 }
 
 }  // namespace

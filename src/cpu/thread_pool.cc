@@ -1,5 +1,6 @@
 #include "cpu/thread_pool.h"
 
+#include <algorithm>
 #include <chrono>
 #include <new>
 #include <system_error>
@@ -81,15 +82,16 @@ void ThreadPool::ParallelFor(int32_t count, Task task, void* argument) {
   loop.task = task;
   loop.argument = argument;
   loop.count = count;
-  bool sleepers;
+  int32_t num_sleepers = 0;
   {
     std::lock_guard lock(mutex_);
     loop.below = loops_;
     loops_ = &loop;
-    sleepers = num_sleepers_ > 0;
+    num_sleepers = num_sleepers_;
     num_loops_started_.fetch_add(1);
   }
-  if (sleepers) wake_.notify_all();
+  // No more threads than there are indices besides this thread's own.
+  for (int32_t i = std::min(num_sleepers, count - 1); i > 0; --i) wake_.notify_one();
   loop.RunClaimed();
   {
     std::lock_guard lock(mutex_);

@@ -1,5 +1,5 @@
-// Threads of the CPU back end, used where the embedding engine passes none. Everything that runs in
-// parallel goes through an Executor; the pool is one.
+// Threads of the CPU back end, used where the embedding engine passes none: an Executor like the
+// caller's (parallel_for.h).
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 #include "sparsemla/backend.h"
@@ -61,18 +60,5 @@ class ThreadPool {
   bool stop_ = false;
   std::atomic<uint32_t> num_loops_started_ = 0;  // what idle threads spin on
 };
-
-// Runs function(i) for every i in [0, count), on the caller's thread if the executor has only one.
-template <typename Function>
-void ParallelFor(const Executor& executor, int32_t count, Function&& function) {
-  if (count <= 1 || executor.num_threads <= 1) {
-    for (int32_t i = 0; i < count; ++i) function(i);
-    return;
-  }
-  using Callable = std::remove_reference_t<Function>;
-  executor.parallel_for(
-      executor.context, count,
-      [](void* argument, int32_t index) { (*static_cast<Callable*>(argument))(index); }, &function);
-}
 
 }  // namespace sparsemla::cpu

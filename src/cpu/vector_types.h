@@ -97,7 +97,8 @@ void WidenRow(const std::byte* source, int64_t count, float factor, float* targe
   }
 }
 
-void WidenElements(DType dtype, const std::byte* source, int64_t count, float* target) {
+[[maybe_unused]] void WidenElements(DType dtype, const std::byte* source, int64_t count,
+                                    float* target) {
   switch (dtype) {
     case DType::kFloat32:
       return WidenRow<float>(source, count, 1.0f, target);

@@ -9,6 +9,7 @@
 #include "core/numeric.h"
 #include "core/require.h"
 #include "sparsemla/attention.h"
+#include "sparsemla/huge_pages.h"
 #include "tools/replay/buffer.h"
 #include "tools/replay/check.h"
 #include "tools/replay/content.h"
@@ -38,9 +39,8 @@ size_t ContextBin(int32_t context) {
 
 // All memory of a replay, sized once for the largest step.
 struct Memory {
-  Memory(const ReplayOptions& o, size_t workspace_bytes)
-      : cache(int64_t{o.engine.num_blocks} * o.engine.block_size *
-              CacheRowBytes(o.cache_format, o.dims)),
+  Memory(const ReplayOptions& o, HugePageBuffer cache_pool, size_t workspace_bytes)
+      : cache(std::move(cache_pool)),
         workspace(static_cast<int64_t>(workspace_bytes)),
         topk_indices(int64_t{o.engine.token_budget} * o.model.topk_width),
         fitted(o.model.topk_width > o.model.topk_tokens
@@ -56,7 +56,11 @@ struct Memory {
     std::memset(cache.data(), 0xFF, cache.bytes());
   }
 
-  Buffer<std::byte> cache;
+  std::byte* CacheRow(int64_t slot, int64_t row_bytes) const {
+    return static_cast<std::byte*>(cache.data()) + slot * row_bytes;
+  }
+
+  HugePageBuffer cache;
   Buffer<std::byte> workspace;
   Buffer<int32_t> topk_indices;
   Buffer<int32_t> fitted;
@@ -70,12 +74,12 @@ struct Memory {
 class Runner {
  public:
   Runner(const ReplayOptions& options, const Backend& backend, Engine engine, Plan plan,
-         size_t workspace_bytes, std::optional<RowChecker> checker)
+         HugePageBuffer cache_pool, size_t workspace_bytes, std::optional<RowChecker> checker)
       : options_(options),
         backend_(backend),
         engine_(std::move(engine)),
         plan_(std::move(plan)),
-        memory_(options, workspace_bytes),
+        memory_(options, std::move(cache_pool), workspace_bytes),
         content_(options.dims, options.cache_format, options.seed),
         topk_({.topk_tokens = options.model.topk_tokens,
                .topk_width = options.model.topk_width,
@@ -126,7 +130,7 @@ void Runner::GenerateInputs(const Step& step) {
       const int32_t position = step.position(r, t);
       const int64_t content = engine_.ContentId(request, position);
       const int64_t slot = step.slot_mapping[static_cast<size_t>(t)];
-      content_.WriteCacheRow(content, position, memory_.cache.row(slot, row_bytes));
+      content_.WriteCacheRow(content, position, memory_.CacheRow(slot, row_bytes));
       content_.WriteQuery(content, position, memory_.q.row(t, query_width));
       topk_.WriteRow(request, position,
                      {memory_.topk_indices.row(t, width), static_cast<size_t>(width)});
@@ -343,8 +347,13 @@ Result<ReplayResult> RunReplay(const std::vector<TrafficRequest>& traffic,
     if (!created.ok()) return created.status();
     checker = std::move(created).value();
   }
+  auto cache_pool = HugePageBuffer::Allocate(
+      static_cast<size_t>(int64_t{options.engine.num_blocks} * options.engine.block_size *
+                          CacheRowBytes(options.cache_format, options.dims)));
+  if (!cache_pool.ok()) return cache_pool.status();
   Runner runner(options, backend, std::move(engine).value(), std::move(plan).value(),
-                backend.AttentionWorkspaceBytes(capacity), std::move(checker));
+                std::move(cache_pool).value(), backend.AttentionWorkspaceBytes(capacity),
+                std::move(checker));
   double wall_seconds = 0;
   Status status;
   {
