@@ -132,9 +132,10 @@ bool SameButThreads(const Cell& a, const Cell& b) {
 
 void SetSpeedup(std::vector<Cell>& cells) {
   Cell& last = cells.back();
-  if (!last.result.timed() || last.result.num_threads == 1) return;
+  const auto quiet = [](const Cell& cell) { return cell.result.timing.num_kept > 0; };
+  if (!quiet(last) || last.result.num_threads == 1) return;
   for (const Cell& cell : cells) {
-    if (cell.result.timed() && cell.result.num_threads == 1 && SameButThreads(cell, last)) {
+    if (quiet(cell) && cell.result.num_threads == 1 && SameButThreads(cell, last)) {
       last.speedup = cell.result.timing.median / last.result.timing.median;
     }
   }
@@ -145,7 +146,7 @@ std::string TableHeader(size_t workload_width) {
       "{:<{}} {:>5} {:12} {:>5} {:8} {:9} {:>3} {:>10} {:>9} {:>9} {:>9} {:>9} {:>8} {:>5} {:>6} "
       "{:>9} {:>9} {:>5}\n",
       "workload", workload_width, "heads", "format", "topk", "rows", "kernel", "thr", "us/call",
-      "us/token", "best", "p10", "p90", "GFLOP/s", "peak", "GB/s", "kept", "all", "x1");
+      "us/token", "best", "p10", "p90", "GFLOP/s", "peak", "GB/s", "kept", "all med", "x1");
 }
 
 std::string TableRow(const Cell& cell, size_t workload_width) {

@@ -13,7 +13,7 @@ namespace sparsemla::bench {
 struct Cell {
   CellSpec spec = {};
   CellResult result = {};
-  std::optional<double> speedup = {};  // over the same cell with one thread, where that was timed
+  std::optional<double> speedup = {};  // over the same cell on one thread, if both were quiet
 };
 
 // Sets `speedup` of the last cell from the cells before it.

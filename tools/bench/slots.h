@@ -25,8 +25,9 @@ std::string_view ResidencyName(Residency residency);  // "l2", "l3", "dram", "co
 
 struct SlotOptions {
   Residency residency = Residency::kContext;
-  int64_t pool_slots = 0;         // kDram: rows of the pool
-  std::optional<double> overlap;  // share of its keys that a query has from the query before it
+  int64_t pool_slots = 0;  // kDram: rows of the pool
+  std::optional<double> overlap =
+      {};  // share of its keys that a query has from the query before it
   uint64_t seed = 1;
 };
 

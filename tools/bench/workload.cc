@@ -11,7 +11,7 @@ class Parser {
   explicit Parser(std::string_view text) : text_(text) {}
 
   Result<Workload> Parse() {
-    Workload workload = {.text = std::string(text_), .query_start_loc = {0}, .seq_lens = {}};
+    Workload workload = {.text = std::string(text_)};
     do {
       SPARSEMLA_RETURN_IF_ERROR(ParseGroup(workload));
     } while (Accept('_'));

@@ -21,9 +21,9 @@ inline constexpr int64_t kMaxTokens = 1 << 20;  // query tokens of a workload, a
 inline constexpr int32_t kMaxSeqLen = 1 << 24;  // tokens of one sequence
 
 struct Workload {
-  std::string text;
-  std::vector<int32_t> query_start_loc;  // [num_reqs + 1]
-  std::vector<int32_t> seq_lens;         // [num_reqs]
+  std::string text = {};
+  std::vector<int32_t> query_start_loc = {0};  // [num_reqs + 1]
+  std::vector<int32_t> seq_lens = {};          // [num_reqs]
 
   int32_t num_reqs() const { return static_cast<int32_t>(seq_lens.size()); }
   int32_t num_tokens() const { return query_start_loc.back(); }
