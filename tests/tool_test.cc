@@ -220,6 +220,67 @@ TEST_F(ToolTest, UsageErrorsNameTheValueAndWhatThereIs) {
   ExpectBadInput("plan --golden " + Path("absent"), "absent");
 }
 
+// ---- bench -------------------------------------------------------------------------------------
+
+TEST_F(ToolTest, BenchWritesOneCellForEveryCombinationWithPositiveFigures) {
+  const ToolRun run =
+      Run("bench 3q1s1k q8s100 --backend cpu --threads 1,2 --heads 1,16 --topk 64 "
+          "--format bf16,fp8_ds_mla --residency l2,dram,context --pool-mb 8 --seconds 0.01 "
+          "--overlap 70 --json " +
+          Path("bench.json"));
+  ASSERT_EQ(run.exit_code, 0) << run.out << run.err;
+  const auto report = nlohmann::json::parse(ReadAll(Path("bench.json")));
+  EXPECT_NE(report.at("command_line").get<std::string>().find("bench 3q1s1k q8s100"),
+            std::string::npos);
+  EXPECT_EQ(report.at("options").at("overlap"), 0.7);
+  EXPECT_GE(report.at("peaks").size(), 2u);
+  ASSERT_EQ(report.at("cells").size(), 48u);
+  EXPECT_EQ(std::count(run.out.begin(), run.out.end(), '\n'), 2 + 48) << run.out;
+  for (const auto& cell : report.at("cells")) {
+    EXPECT_EQ(cell.at("mismatch"), "") << cell;
+    EXPECT_EQ(cell.at("checked_rows"), 3) << cell;
+    EXPECT_EQ(cell.at("num_keys"), cell.at("workload") == "q8s100" ? 8 * 64 : 3 * 64) << cell;
+    EXPECT_GE(cell.at("samples"), 5) << cell;
+    EXPECT_GT(cell.at("us_per_call").at("best"), 0) << cell;
+    EXPECT_GE(cell.at("us_per_call").at("median"), cell.at("us_per_call").at("best")) << cell;
+    for (const char* figure : {"gflops", "cache_gb_per_s", "peak_gflops", "share_of_peak"}) {
+      EXPECT_GT(cell.at(figure), 0) << figure << cell;
+    }
+  }
+}
+
+TEST_F(ToolTest, BenchTakesRaggedRowsForcedSplitsAndAFixedNumberOfSamples) {
+  const ToolRun run =
+      Run("bench q40s40 --heads 4 --topk 32 --ragged --splits 3 --samples 7 --no-check --json " +
+          Path("bench.json"));
+  ASSERT_EQ(run.exit_code, 0) << run.err;
+  const auto report = nlohmann::json::parse(ReadAll(Path("bench.json")));
+  const auto& cell = report.at("cells").at(0);
+  EXPECT_EQ(cell.at("samples"), 7);
+  EXPECT_EQ(cell.at("checked_rows"), 0);
+  EXPECT_GT(cell.at("num_partials"), 40);
+  EXPECT_LT(cell.at("num_keys"), 40 * 32 - 31 * 32 / 2);  // what rows that see 1..40 would have
+}
+
+TEST_F(ToolTest, BenchRefusesBadWorkloadsListsAndSizes) {
+  ExpectBadInput("bench", "WORKLOAD");
+  ExpectBadInput("bench q1s8x", "workload \"q1s8x\", position 4");
+  ExpectBadInput("bench q1s8k 4q", "workload \"4q\", position 2");
+  ExpectBadInput("bench q1 --heads 16,129", "\"129\" is not 1..128");
+  ExpectBadInput("bench q1 --heads 16,", "\"\" is not 1..128");
+  ExpectBadInput("bench q1 --threads 0", "\"0\" is not 1..4096");
+  ExpectBadInput("bench q1 --topk 5x", "\"5x\"");
+  ExpectBadInput("bench q1 --format bf16,int4", "\"int4\" is not bf16, fp16");
+  ExpectBadInput("bench q1 --residency l1", "\"l1\" is not l2, l3");
+  ExpectBadInput("bench q1 --overlap 101", "101");
+  ExpectBadInput("bench q1 --pool-mb 7", "7");
+  ExpectBadInput("bench q1 --splits 0", "'0' is neither auto nor a positive");
+  ExpectBadInput("bench q1 --backend abacus", "'abacus'");
+  ExpectBadInput("bench q1 --kernel abacus", "'abacus'");
+  ExpectBadInput("bench q1s64k --pool-mb 8", "q1s64k has 72 MB of cache rows; --pool-mb allows 8");
+  ExpectBadInput("bench q1 --seconds 0 --json " + Path("no/such/file"), "cannot create");
+}
+
 // ---- plan and info
 // -------------------------------------------------------------------------------
 

@@ -14,11 +14,16 @@ namespace sparsemla::tools {
 namespace {
 
 int Main(int argc, char** argv) {
-  CLI::App app("Sparse multi-head latent attention: run cases, look at plans, replay traffic",
-               "sparsemla");
+  CLI::App app(
+      "Sparse multi-head latent attention: run cases, look at plans, replay traffic, "
+      "measure kernels",
+      "sparsemla");
   app.set_version_flag("--version", std::string(Version()));
   app.require_subcommand(0, 1);
   int exit_code = kExitOk;
+  std::string command_line;
+  for (int i = 0; i < argc; ++i) command_line += (i == 0 ? "" : " ") + std::string(argv[i]);
+  RegisterBench(app, exit_code, command_line);
   RegisterInfo(app, exit_code);
   RegisterPlan(app, exit_code);
   RegisterReplay(app, exit_code);

@@ -33,17 +33,6 @@ struct CommandOptions {
   replay::ReplayOptions replay = {};
 };
 
-Result<CacheFormat> FindCacheFormat(const std::string& name) {
-  std::string known;
-  for (int32_t f = 0; f < kNumCacheFormats; ++f) {
-    const auto format = static_cast<CacheFormat>(f);
-    if (CacheFormatName(format) == name) return format;
-    known += (known.empty() ? "" : ", ") + std::string(CacheFormatName(format));
-  }
-  return Status(StatusCode::kInvalidArgument,
-                "cache format " + trace::Quoted(name) + " is unknown; there are " + known);
-}
-
 // Where nothing else is asked for, the cache holds the usual number of tokens, or the longest
 // request and half as much again.
 Result<int32_t> NumBlocks(const CommandOptions& options,

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <span>
@@ -191,15 +190,6 @@ int Run(const RunCommand& command) {
   return exit_code;
 }
 
-// "auto" is 0, the schedule's own rule.
-std::string ParseSplits(const std::string& text, int32_t& splits) {
-  splits = 0;
-  if (text == "auto") return "";
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), splits);
-  const bool whole = error == std::errc() && end == text.data() + text.size();
-  return whole && splits >= 1 ? "" : "'" + text + "' is neither auto nor a positive whole number";
-}
-
 }  // namespace
 
 void RegisterRun(CLI::App& app, int& exit_code) {
@@ -211,16 +201,9 @@ void RegisterRun(CLI::App& app, int& exit_code) {
   command->add_option("--kernel", run->backend_options.kernel, "Attention kernel to force");
   command->add_option("--threads", run->backend_options.num_threads,
                       "Threads of the cpu back end; 0: SPARSEMLA_NUM_THREADS, then all cores");
-  command
-      ->add_option_function<std::string>(
-          "--splits",
-          [run](const std::string& text) {
-            const std::string error = ParseSplits(text, run->run.splits);
-            if (!error.empty()) throw CLI::ValidationError("--splits", error);
-          },
-          "Pieces of every row: N (balanced: exactly, if the row has N keys; aiter: at most) or "
-          "auto")
-      ->type_name("N|auto");
+  AddSplitsOption(*command, run->run.splits,
+                  "Pieces of every row: N (balanced: exactly, if the row has N keys; aiter: at "
+                  "most) or auto");
   AddScheduleOption(*command, run->run.schedule);
   command->add_option("--compute-units", run->run.num_compute_units,
                       "Workers to plan for; 0: what the back end says");
