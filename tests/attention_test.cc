@@ -53,7 +53,7 @@ INSTANTIATE_TEST_SUITE_P(All, AttentionShapes, EveryKernelAndFormat(), KernelFor
 // A15, A16, A18, N1, N2: no head count needs padding by the caller.
 TEST_P(AttentionShapes, EveryHeadCountMatchesTheReference) {
   for (const int32_t heads :
-       {1, 2, 3, 4, 5, 8, 11, 12, 16, 17, 20, 24, 31, 32, 33, 48, 64, 66, 96, 127, 128}) {
+       {1, 2, 3, 4, 5, 7, 8, 11, 12, 16, 17, 20, 24, 31, 32, 33, 48, 64, 66, 96, 127, 128}) {
     AttentionSpec spec = ForFormat({.row_lengths = {1, 0, 17, 34}}, format());
     spec.dims.num_heads = heads;
     spec.seed = static_cast<uint32_t>(heads);
@@ -80,10 +80,11 @@ TEST_P(AttentionShapes, EveryLatentAndRopeWidthMatchesTheReference) {
 
 // A41, A53.
 TEST_P(AttentionShapes, EveryRowLengthMatchesTheReference) {
-  for (const int32_t heads : {3, 16}) {
+  for (const int32_t heads : {3, 16, 24}) {
     const AttentionSpec spec =
         ForFormat({.dims = {.num_heads = heads, .kv_lora_rank = 32, .qk_rope_head_dim = 8},
-                   .row_lengths = {1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 128, 255, 2048, 2051},
+                   .row_lengths = {0,  1,   2,   15,  16,  17,  31,   33,   63,   64,
+                                   65, 128, 255, 257, 511, 513, 2047, 2048, 2051, 2176},
                    .num_slots = 3000},
                   format());
     EXPECT_EQ(Mismatch(backend(), AttentionCase(spec)), "");
