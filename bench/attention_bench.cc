@@ -31,11 +31,15 @@ struct AttentionCase {
   CacheFormat format = CacheFormat::kBFloat16;
   bool cold = false;
   int32_t num_threads = 1;
+  // All tokens are one request, whose rows have so much of their slots in common, and no slot
+  // twice; -1: every token is a request, with slots at random.
+  int32_t percent_in_common = -1;
 
   std::string Name() const {
     return "attention/" + kernel + "/T=" + std::to_string(num_tokens) +
            "/H=" + std::to_string(num_heads) + "/topk=" + std::to_string(kTopk) + "/" +
            std::string(CacheFormatName(format)) + (cold ? "/cold" : "/hot") +
+           (percent_in_common < 0 ? "" : "/common=" + std::to_string(percent_in_common) + "%") +
            "/threads=" + std::to_string(num_threads);
   }
 };
@@ -116,7 +120,8 @@ class AttentionFixture {
   }
 
   PlanCapacity Capacity() const {
-    return {.num_compute_units = 32,
+    // One worker leaves every row whole.
+    return {.num_compute_units = parameters_.percent_in_common < 0 ? 32 : 1,
             .max_num_tokens = parameters_.num_tokens,
             .max_num_reqs = parameters_.num_tokens,
             .topk_tokens = kTopk,
@@ -124,9 +129,13 @@ class AttentionFixture {
   }
 
   PlanParams Step() {
-    starts_.resize(static_cast<size_t>(parameters_.num_tokens) + 1);
-    std::iota(starts_.begin(), starts_.end(), 0);
-    seq_lens_.assign(static_cast<size_t>(parameters_.num_tokens), 4 * kTopk);
+    if (parameters_.percent_in_common >= 0) {
+      starts_ = {0, parameters_.num_tokens};
+    } else {
+      starts_.resize(static_cast<size_t>(parameters_.num_tokens) + 1);
+      std::iota(starts_.begin(), starts_.end(), 0);
+    }
+    seq_lens_.assign(starts_.size() - 1, 4 * kTopk);
     return {.query_start_loc = starts_,
             .seq_lens = seq_lens_,
             .dims = dims_,
@@ -174,8 +183,23 @@ class AttentionFixture {
   }
   void FillIndices(std::mt19937& random) {
     indices_.resize(static_cast<size_t>(num_index_rows_) * kTopk);
+    if (parameters_.percent_in_common >= 0) return FillIndicesInCommon(random);
     std::uniform_int_distribution<int32_t> slot(0, static_cast<int32_t>(num_slots_) - 1);
     for (int32_t& index : indices_) index = slot(random);
+  }
+
+  void FillIndicesInCommon(std::mt19937& random) {
+    std::vector<int32_t> slots(static_cast<size_t>(num_slots_));
+    std::iota(slots.begin(), slots.end(), 0);
+    std::shuffle(slots.begin(), slots.end(), random);
+    const int64_t in_common = int64_t{kTopk} * parameters_.percent_in_common / 100;
+    auto own = slots.begin() + in_common;
+    for (auto row = indices_.begin(); row != indices_.end(); row += kTopk) {
+      std::copy(slots.begin(), slots.begin() + in_common, row);
+      std::copy_n(own, kTopk - in_common, row + in_common);
+      std::shuffle(row, row + kTopk, random);
+      own += kTopk - in_common;
+    }
   }
 
   AttentionCase parameters_;
@@ -361,6 +385,16 @@ const bool kRegistered = [] {
     }
     for (const int32_t heads : {128, 16}) {
       RegisterAttention({.kernel = name, .num_heads = heads, .num_threads = 2});
+    }
+    if (kernel.run_group == nullptr) continue;
+    for (const int32_t tokens : {2, 3, 64}) {
+      for (const int32_t percent : {0, 25, 50, 60, 75, 90, 100}) {
+        RegisterAttention({.kernel = name,
+                           .num_tokens = tokens,
+                           .num_heads = 16,
+                           .cold = true,
+                           .percent_in_common = percent});
+      }
     }
   }
   for (const int32_t block_size : {64, 61}) {

@@ -217,13 +217,19 @@ struct SharedSpec {
   int num_keys = 150;
   double in_common = 0.75;
   int32_t num_heads = 8;
+  int32_t kv_lora_rank = 32;
+  int32_t qk_rope_head_dim = 8;
   SinkKind sinks = SinkKind::kNone;
 };
 
 AttentionCase SharedCase(const SharedSpec& shared, CacheFormat format) {
   const int num_rows = std::accumulate(shared.query_lens.begin(), shared.query_lens.end(), 0);
-  AttentionSpec spec = ForFormat({.num_slots = 4000, .sinks = shared.sinks}, format);
-  spec.dims.num_heads = shared.num_heads;
+  AttentionSpec spec = ForFormat({.dims = {.num_heads = shared.num_heads,
+                                           .kv_lora_rank = shared.kv_lora_rank,
+                                           .qk_rope_head_dim = shared.qk_rope_head_dim},
+                                  .num_slots = 4000,
+                                  .sinks = shared.sinks},
+                                 format);
   spec.row_lengths.assign(static_cast<size_t>(num_rows), shared.num_keys);
   spec.query_lens = shared.query_lens;
   AttentionCase attention(spec);
@@ -262,6 +268,15 @@ TEST_P(RowGroupAnswers, EveryNumberOfKeysMatchesTheReference) {
     const AttentionCase attention =
         SharedCase({.query_lens = {4, 3}, .num_keys = num_keys}, format());
     EXPECT_EQ(Mismatch(backend(), attention, kWholeRows), "") << num_keys << " keys";
+  }
+}
+
+TEST_P(RowGroupAnswers, EveryWidthMatchesTheReference) {
+  for (const auto& [latent, rope] : std::vector<std::pair<int32_t, int32_t>>{
+           {512, 64}, {512, 0}, {128, 64}, {100, 28}, {33, 0}}) {
+    const AttentionCase attention = SharedCase(
+        {.query_lens = {4, 3, 2}, .kv_lora_rank = latent, .qk_rope_head_dim = rope}, format());
+    EXPECT_EQ(Mismatch(backend(), attention, kWholeRows), "") << latent << " + " << rope;
   }
 }
 

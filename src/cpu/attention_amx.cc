@@ -412,7 +412,8 @@ class Runner {
         const bool last = tile + kTiles == scratch_.head_tiles;
         ComputeLogits<kTiles>(keys, scratch_.queries + tile * steps * 512, steps, softmax,
                               last ? last_refill : RingRefill(), prefetcher, scratch_.logits);
-        if (masks_ != nullptr) DropOtherKeys(tile, masks_ + c * kChunkKeys, in_chunk);
+        if (kTiles == 2 && masks_ != nullptr)
+          DropOtherKeys(tile, masks_ + c * kChunkKeys, in_chunk);
         softmax.Begin(scratch_.logits, tile, c, in_chunk, first_block);
       }
     }

@@ -16,7 +16,7 @@ namespace sparsemla::cpu {
 // The union of the slots of some items, in the memory of one thread.
 struct UnionScratch {
   static constexpr int32_t kMaxSlots = 8192;  // longer lists are attended alone
-  static constexpr int32_t kTableSize = 2 * kMaxSlots;
+  static constexpr int32_t kTableSize = 4 * kMaxSlots;
 
   int32_t* slots = nullptr;   // [kMaxSlots]
   uint8_t* masks = nullptr;   // [kMaxSlots] bit i: item i names the slot
