@@ -275,7 +275,8 @@ TEST(CheckTest, OneWrongValueOfACheckedRowIsFoundAndNamed) {
   const MlaDims dims = {.num_heads = 20};
   std::vector<std::byte> cache(static_cast<size_t>(64 * CacheRowBytes(spec.cache_format, dims)));
   for (size_t i = 0; i < cache.size(); i += 2) {
-    const BFloat16 value = FromFloat<BFloat16>(std::sin(static_cast<float>(i)));
+    // No rows that cancel when averaged: a small output shows the rounding of its weights.
+    const BFloat16 value = FromFloat<BFloat16>(std::sin(static_cast<float>(i * i % 9973)));
     std::memcpy(&cache[i], &value, 2);
   }
   auto call = Call::Create(spec, {}, *backend.value(), {.data = cache.data(), .num_slots = 64});

@@ -308,11 +308,12 @@ AttentionParams AttentionCase::Params(const Outputs& outputs) const {
 }
 
 Result<Plan> MakePlan(const AttentionCase& attention, const RunOptions& options) {
-  const auto num_rows = static_cast<int32_t>(attention.rows.size());
+  std::vector<int32_t> query_lens = attention.spec.query_lens;
+  if (query_lens.empty()) query_lens.assign(attention.rows.size(), 1);
   auto plan = Plan::Create({.schedule = options.schedule,
                             .num_compute_units = options.num_compute_units,
                             .max_num_tokens = std::max(1, attention.num_tokens()),
-                            .max_num_reqs = std::max(1, num_rows),
+                            .max_num_reqs = std::max(1, static_cast<int32_t>(query_lens.size())),
                             .topk_tokens = attention.longest_row(),
                             .dims = attention.spec.dims,
                             .max_splits = options.max_splits,
@@ -321,9 +322,10 @@ Result<Plan> MakePlan(const AttentionCase& attention, const RunOptions& options)
   if (!plan.ok()) return plan;
   std::vector<int32_t> query_start_loc(1, 0);
   std::vector<int32_t> seq_lens;
-  for (const auto& row : attention.rows) {
-    query_start_loc.push_back(query_start_loc.back() + 1);
-    seq_lens.push_back(static_cast<int32_t>(row.size()));
+  for (const int32_t query_len : query_lens) {
+    const auto& first_row = attention.rows[static_cast<size_t>(query_start_loc.back())];
+    seq_lens.push_back(static_cast<int32_t>(first_row.size()) + query_len - 1);
+    query_start_loc.push_back(query_start_loc.back() + query_len);
   }
   const auto built = plan->Build({.query_start_loc = query_start_loc,
                                   .seq_lens = seq_lens,

@@ -96,6 +96,9 @@ struct AttentionSpec {
   DType q_dtype = DType::kBFloat16;
   DType out_dtype = DType::kBFloat16;
   std::vector<int32_t> row_lengths = {1, 0, 17, 64, 5};
+  // Query tokens of each request; empty: one each. The rows of a request grow by one key each up to
+  // the longest row of all.
+  std::vector<int32_t> query_lens = {};
   int32_t padding_rows = 0;  // rows of the plan beyond row_lengths
   int32_t spare_rows = 2;    // rows of the arrays beyond the plan: never touched
   int32_t num_slots = 200;
@@ -159,7 +162,7 @@ struct RunOptions {
   std::byte scratch{0xFF};  // what the workspace holds before
 };
 
-// The plan of a case whose rows are requests of one token each.
+// The plan of a case.
 Result<Plan> MakePlan(const AttentionCase& attention, const RunOptions& options);
 
 // Attention and Merge into `outputs`; scratch memory has exactly the size asked for, and nothing

@@ -1,5 +1,6 @@
 #include "cpu/amx_scratch.h"
 
+#include <algorithm>
 #include <string>
 
 #include "core/require.h"
@@ -12,14 +13,16 @@ constexpr int32_t kLeastValueColumns = 32;
 
 }  // namespace
 
-AmxScratch AmxScratch::Carve(Arena& arena, const MlaDims& dims) {
+AmxScratch AmxScratch::Carve(Arena& arena, const MlaDims& dims, int num_items) {
   AmxScratch scratch;
   const int64_t width = (int64_t{dims.head_dim_qk()} + 63) / 64 * 64;
   const int64_t value_groups = (int64_t{dims.kv_lora_rank} + 63) / 64 * 2;
-  const int64_t head_tiles = dims.num_heads <= 16 ? 1 : (int64_t{dims.num_heads} + 31) / 32 * 2;
+  const int64_t tiles = num_items > 1 ? num_items : (int64_t{dims.num_heads} + 15) / 16;
+  const int64_t head_tiles = tiles == 1 ? 1 : (tiles + 1) / 2 * 2;
   scratch.width = width;
   scratch.value_groups = value_groups;
   scratch.head_tiles = head_tiles;
+  scratch.item_tiles = num_items > 1 ? 1 : head_tiles;
   scratch.rows = arena.Take<const std::byte*>(2 * kBlockKeys);
   scratch.values = arena.Take<const std::byte*>(kBlockKeys);
   scratch.zeros = arena.Take<uint16_t>(width);
@@ -37,15 +40,17 @@ AmxScratch AmxScratch::Carve(Arena& arena, const MlaDims& dims) {
   return scratch;
 }
 
-AmxScratch AmxScratch::At(std::byte* memory, const MlaDims& dims) {
+AmxScratch AmxScratch::At(std::byte* memory, const MlaDims& dims, int num_items) {
   Arena arena(Workspace{memory, 0});
-  return Carve(arena, dims);
+  return Carve(arena, dims, num_items);
 }
 
 int64_t AmxKernels::ScratchBytes(const MlaDims& dims) {
-  Arena measure;
-  AmxScratch::Carve(measure, dims);
-  return static_cast<int64_t>(measure.used());
+  Arena item;
+  AmxScratch::Carve(item, dims, 1);
+  Arena group;
+  AmxScratch::Carve(group, dims, AttentionGroup::kMaxItems);
+  return static_cast<int64_t>(std::max(item.used(), group.used()));
 }
 
 // Products of bfloat16: the cache and the query must be exact in it.

@@ -19,6 +19,7 @@ struct AmxScratch {
 
   int64_t width = 0;         // columns of a staged row: head_dim_qk, padded to 64
   int64_t head_tiles = 0;    // tiles of 16 heads: 1, or even
+  int64_t item_tiles = 0;    // of which so many are one item's: all, or 1 in a group
   int64_t value_groups = 0;  // groups of 32 value columns, an even number
 
   const std::byte** rows = nullptr;    // [2, kBlockKeys] cache rows of this block and the next
@@ -36,8 +37,9 @@ struct AmxScratch {
   float* sum = nullptr;                // [16 * head_tiles] of the weights: the lse
   float* rounded_sum = nullptr;        // [16 * head_tiles] of the weights cut to bf16: the divisor
 
-  static AmxScratch Carve(Arena& arena, const MlaDims& dims);
-  static AmxScratch At(std::byte* memory, const MlaDims& dims);
+  // For one item of dims.num_heads heads, or a group of several.
+  static AmxScratch Carve(Arena& arena, const MlaDims& dims, int num_items);
+  static AmxScratch At(std::byte* memory, const MlaDims& dims, int num_items);
 };
 
 }  // namespace sparsemla::cpu

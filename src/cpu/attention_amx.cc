@@ -163,6 +163,20 @@ SPARSEMLA_INLINE void ComputeLogits(const KeyTiles& keys, const uint16_t* querie
   }
 }
 
+// Sets the logits of the keys in `keys` to -inf, which weighs nothing: one tile of heads, keys
+// `stride` floats apart. Returns whether one of them was not finite; a key with a column that is
+// not finite has such logits for every query, the zeros that pad a tile included.
+SPARSEMLA_INLINE bool DropLogits(unsigned keys, float* logits, int64_t stride) {
+  constexpr int kNotFinite = 0x99;  // NaN of both kinds, infinity of both signs
+  unsigned not_finite = 0;
+  for (; keys != 0; keys &= keys - 1) {
+    float* const logit = logits + __builtin_ctz(keys) * stride;
+    not_finite |= _mm512_fpclass_ps_mask(_mm512_load_ps(logit), kNotFinite);
+    _mm512_store_ps(logit, _mm512_set1_ps(-INFINITY));
+  }
+  return not_finite != 0;
+}
+
 // ---- one group of value columns -----------------------------------------------------------------
 
 // out += weights of all chunks . panel, with the next panel's packing in the shadow: two tiles of
@@ -217,13 +231,24 @@ SPARSEMLA_INLINE void ComputeValues(const uint16_t* weights, const std::byte* pa
   StoreTile<3>(out2 + 256, 64);
 }
 
-// ---- one item -----------------------------------------------------------------------------------
+// ---- an item or a group -------------------------------------------------------------------------
+
+// What a run attends: an item, or the union of a group's slots for several.
+struct Work {
+  const AttentionItem* items = nullptr;  // every item_tiles tiles of heads belong to the next one
+  RowCursor cursor;
+  const uint8_t* masks = nullptr;  // of a group: which items name a key
+};
 
 template <int kTiles>
-class ItemRunner {
+class Runner {
  public:
-  ItemRunner(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch)
-      : call_(call), item_(item), scratch_(scratch) {
+  Runner(const AttentionCall& call, const Work& work, const AmxScratch& scratch)
+      : call_(call),
+        items_(work.items),
+        cursor_(work.cursor),
+        masks_(work.masks),
+        scratch_(scratch) {
     const int64_t columns = call.dims.head_dim_qk();
     in_place_ = call.cache_format == CacheFormat::kBFloat16 && columns % 64 == 0;
     tile_copy_ = scratch.width / 64 <= kTileRows;
@@ -237,22 +262,27 @@ class ItemRunner {
     lines_ = (call.cache_row_bytes + 63 + (aligned ? 0 : 63)) / 64;
   }
 
-  void Run() {
-    RowCursor cursor(call_, item_);
+  // Returns false, with nothing written, where weights of 0 cannot keep the items of a group apart.
+  bool Run() {
     const std::byte** rows = scratch_.rows;
     const std::byte** next_rows = scratch_.rows + AmxScratch::kBlockKeys;
-    int num_keys = cursor.Next(rows, kBlockKeys);
-    if (num_keys == 0) return WriteEmpty();
+    const int num_keys = cursor_.Next(rows, kBlockKeys);
+    if (num_keys == 0) {
+      WriteEmpty();
+      return true;
+    }
     // The first rows are on their way while the query is packed.
     RowPrefetcher(rows, AtMost(num_keys, kChunkKeys), lines_, 1).Step();
     ConfigureTiles(tile_copy_ ? static_cast<int>(scratch_.width / 64) : kTileRows);
     Start();
     {
       const FlushSubnormals flush;
-      AddKeys(rows, next_rows, num_keys, cursor);
+      AddKeys(rows, next_rows, num_keys);
     }
     ReleaseTiles();
+    if (others_not_finite_) return false;
     Write();
+    return true;
   }
 
  private:
@@ -261,10 +291,9 @@ class ItemRunner {
   static constexpr int kBlockKeys = AmxScratch::kBlockKeys / kLines;
 
   // All keys, a block at a time; `rows` holds the first `num_keys` of them.
-  void AddKeys(const std::byte** rows, const std::byte** next_rows, int num_keys,
-               RowCursor& cursor) {
-    for (bool first = true; num_keys > 0; first = false) {
-      const int num_next = cursor.Next(next_rows, kBlockKeys);
+  void AddKeys(const std::byte** rows, const std::byte** next_rows, int num_keys) {
+    for (bool first = true; num_keys > 0 && !others_not_finite_; first = false) {
+      const int num_next = cursor_.Next(next_rows, kBlockKeys);
       const int num_chunks = (num_keys + kChunkKeys - 1) / kChunkKeys;
       for (int k = num_keys; k < num_chunks * kChunkKeys; ++k) {
         rows[k] = reinterpret_cast<const std::byte*>(scratch_.zeros);
@@ -287,7 +316,9 @@ class ItemRunner {
       scratch_.sum[i] = 0.0f;
       scratch_.rounded_sum[i] = 0.0f;
     }
-    PackQueries(call_, item_, scratch_);
+    for (int64_t tile = 0; tile < scratch_.head_tiles; tile += scratch_.item_tiles) {
+      PackQueries(call_, ItemOf(tile), scratch_, tile);
+    }
   }
 
   // Where the tiles of a chunk are or are going to be.
@@ -381,10 +412,25 @@ class ItemRunner {
         const bool last = tile + kTiles == scratch_.head_tiles;
         ComputeLogits<kTiles>(keys, scratch_.queries + tile * steps * 512, steps, softmax,
                               last ? last_refill : RingRefill(), prefetcher, scratch_.logits);
+        if (kTiles == 2 && masks_ != nullptr)
+          DropOtherKeys(tile, masks_ + c * kChunkKeys, in_chunk);
         softmax.Begin(scratch_.logits, tile, c, in_chunk, first_block);
       }
     }
     while (softmax.pending()) softmax.Step();
+    if (masks_ != nullptr) masks_ += num_keys;
+  }
+
+  // Drops the logits of keys that an item does not name, for the tiles from `tile` on.
+  void DropOtherKeys(int64_t tile, const uint8_t* masks, int num_keys) {
+    const __mmask32 valid = num_keys == kChunkKeys ? ~__mmask32{0} : (__mmask32{1} << num_keys) - 1;
+    const __m256i names = _mm256_maskz_loadu_epi8(valid, masks);
+    for (int t = 0; t < kTiles; ++t) {
+      if (ItemOf(tile + t).num_heads == 0) continue;  // fills up a pair of tiles
+      const __m256i item = _mm256_set1_epi8(static_cast<char>(1 << (tile + t)));
+      const __mmask32 others = valid & _mm256_testn_epi8_mask(names, item);
+      others_not_finite_ |= DropLogits(others, scratch_.logits + t * 16, kTiles * 16);
+    }
   }
 
   // Outputs of a block of keys. The next block's first rows are asked for meanwhile.
@@ -415,37 +461,56 @@ class ItemRunner {
   void Write() {
     // The ring is free now and holds a row of values, twice as wide.
     auto* const values = reinterpret_cast<float*>(scratch_.ring);
-    for (int64_t h = 0; h < item_.num_heads; ++h) {
-      WriteOutput(call_, item_, scratch_, h, values);
+    for (int64_t tile = 0; tile < scratch_.head_tiles; tile += scratch_.item_tiles) {
+      const AttentionItem& item = ItemOf(tile);
+      for (int64_t h = 0; h < item.num_heads; ++h) {
+        WriteOutput(call_, item, scratch_, h, tile * 16 + h, values);
+      }
     }
   }
 
+  // An item's: a group has keys.
   void WriteEmpty() {
-    if (item_.partial_out == nullptr && !call_.write_empty_rows) return;
+    const AttentionItem& item = *items_;
+    if (item.partial_out == nullptr && !call_.write_empty_rows) return;
     auto* const values = reinterpret_cast<float*>(scratch_.ring);
-    for (int64_t h = 0; h < item_.num_heads; ++h) WriteHead(call_, item_, h, {}, values);
+    for (int64_t h = 0; h < item.num_heads; ++h) WriteHead(call_, item, h, {}, values);
   }
+
+  const AttentionItem& ItemOf(int64_t tile) const { return items_[tile / scratch_.item_tiles]; }
 
   static int AtMost(int count, int limit) { return count < 0 ? 0 : count < limit ? count : limit; }
 
   const AttentionCall& call_;
-  const AttentionItem& item_;
+  const AttentionItem* const items_;
+  RowCursor cursor_;
+  const uint8_t* masks_;  // of the keys from the present block on, or null
   const AmxScratch scratch_;
   CodeTable table_ = {};
-  int64_t lines_ = 0;       // of a cache row
-  bool in_place_ = false;   // cache rows are operands as they lie
-  bool tile_copy_ = false;  // half a row fits the copy tile
+  int64_t lines_ = 0;               // of a cache row
+  bool in_place_ = false;           // cache rows are operands as they lie
+  bool tile_copy_ = false;          // half a row fits the copy tile
+  bool others_not_finite_ = false;  // a key that some item of the group does not name
 };
 
 }  // namespace
 
 void attention_amx_bf16(const AttentionCall& call, const AttentionItem& item, std::byte* scratch) {
-  const AmxScratch carved = AmxScratch::At(scratch, call.dims);
+  const AmxScratch carved = AmxScratch::At(scratch, call.dims, 1);
+  const Work work = {.items = &item, .cursor = RowCursor(call, item)};
   if (carved.head_tiles == 1) {
-    ItemRunner<1>(call, item, carved).Run();
+    Runner<1>(call, work, carved).Run();
   } else {
-    ItemRunner<2>(call, item, carved).Run();
+    Runner<2>(call, work, carved).Run();
   }
+}
+
+bool attention_amx_bf16_group(const AttentionCall& call, const AttentionGroup& group,
+                              std::byte* scratch) {
+  const AmxScratch carved = AmxScratch::At(scratch, call.dims, group.num_items);
+  const AttentionItem keys = {.slots = group.slots, .num_slots = group.num_slots};
+  const Work work = {.items = group.items, .cursor = RowCursor(call, keys), .masks = group.masks};
+  return Runner<2>(call, work, carved).Run();
 }
 
 }  // namespace sparsemla::cpu

@@ -63,15 +63,17 @@ SPARSEMLA_INLINE void StageQueryRow(const AttentionCall& call, const AttentionIt
   }
 }
 
-// Fills scratch.queries, the B operand of the logits: words of two columns, heads side by side. A
-// negative scale goes into the sign of the query, so that the largest product is the largest logit.
-// Queries of another type, or of odd widths, pass through the ring.
-void PackQueries(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch) {
+// Fills the item's tiles of scratch.queries, from `first_tile` on: the B operand of the logits,
+// words of two columns, heads side by side. A negative scale goes into the sign of the query, so
+// that the largest product is the largest logit. Queries of another type, or of odd widths, pass
+// through the ring.
+void PackQueries(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch,
+                 int64_t first_tile) {
   const __m512i sign = _mm512_set1_epi32(call.scale_log2 < 0.0f ? -0x7FFF8000 : 0);
   const int64_t steps = scratch.width / 32;
   const bool direct = call.latent.dtype == DType::kBFloat16 && call.quantise_scale == 0.0f &&
                       call.dims.kv_lora_rank % 32 == 0 && call.dims.qk_rope_head_dim % 32 == 0;
-  for (int64_t tile = 0; tile < scratch.head_tiles; ++tile) {
+  for (int64_t tile = 0; tile < scratch.item_tiles; ++tile) {
     const int64_t heads = item.num_heads - tile * 16;
     for (int64_t h = 0; !direct && h < heads && h < 16; ++h) {
       StageQueryRow(call, item, tile * 16 + h, scratch.width,
@@ -92,7 +94,7 @@ void PackQueries(const AttentionCall& call, const AttentionItem& item, const Amx
                       : __m512i{};
       }
       Transpose16(rows);
-      uint16_t* const target = scratch.queries + (tile * steps + k) * 512;
+      uint16_t* const target = scratch.queries + ((first_tile + tile) * steps + k) * 512;
       for (int i = 0; i < 16; ++i) {
         _mm512_store_si512(target + i * 32, _mm512_xor_si512(rows[i], sign));
       }
@@ -570,12 +572,13 @@ SPARSEMLA_INLINE void OrderColumns(const float* tiles, int64_t groups, float fac
   }
 }
 
-// Writes one head. `values` holds a row of columns where their number is odd.
+// Writes head `h` of the item, lane `at` of all tiles. `values` holds a row of an odd width.
 void WriteOutput(const AttentionCall& call, const AttentionItem& item, const AmxScratch& scratch,
-                 int64_t h, float* values) {
-  const float* const tiles = scratch.out + ((h / 16) * scratch.value_groups * 32 + h % 16) * 16;
-  const HeadState state = {
-      .max_log2 = scratch.reference[h], .sum = scratch.sum[h], .divisor = scratch.rounded_sum[h]};
+                 int64_t h, int64_t at, float* values) {
+  const float* const tiles = scratch.out + ((at / 16) * scratch.value_groups * 32 + at % 16) * 16;
+  const HeadState state = {.max_log2 = scratch.reference[at],
+                           .sum = scratch.sum[at],
+                           .divisor = scratch.rounded_sum[at]};
   const int64_t rank = call.dims.kv_lora_rank;
   if (rank % 32 != 0 || state.sum == 0.0f) {
     OrderColumns(tiles, scratch.value_groups, 1.0f, values);

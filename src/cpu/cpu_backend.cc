@@ -15,6 +15,7 @@
 #include "core/workspace.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel_for.h"
+#include "cpu/row_groups.h"
 #include "cpu/stage_kernels.h"
 #include "cpu/stages.h"
 #include "cpu/thread_pool.h"
@@ -24,6 +25,7 @@ namespace sparsemla {
 namespace {
 
 using cpu::AttentionCall;
+using cpu::AttentionGroup;
 using cpu::AttentionItem;
 using cpu::AttentionKernel;
 
@@ -40,20 +42,45 @@ std::string CpuName() {
   return "CPU";
 }
 
+// The memory of one thread.
+struct ThreadScratch {
+  struct Needs {
+    int64_t kernel_bytes = 0;
+    bool groups = false;
+  };
+  std::byte* kernel = nullptr;  // [kernel_bytes]
+  cpu::UnionScratch slots;      // of a group; where there are groups
+
+  static ThreadScratch Carve(Arena& arena, const Needs& needs) {
+    ThreadScratch scratch;
+    scratch.kernel = arena.Take<std::byte>(needs.kernel_bytes);
+    if (needs.groups) scratch.slots = cpu::UnionScratch::Carve(arena);
+    return scratch;
+  }
+};
+
 // The workspace of a call: the partials, then the scratch of every thread.
 struct CallMemory {
   PartialBuffers partials;
   std::byte* scratch = nullptr;  // [num_threads, scratch_bytes]
   int64_t scratch_bytes = 0;
+  ThreadScratch::Needs needs;
 
-  static CallMemory Carve(Arena& arena, const PlanCapacity& capacity, int64_t scratch_bytes,
-                          int32_t num_threads) {
+  static CallMemory Carve(Arena& arena, const PlanCapacity& capacity,
+                          const ThreadScratch::Needs& needs, int32_t num_threads) {
     CallMemory memory;
     memory.partials = PartialBuffers::Carve(arena, plan::MaxPartialHeads(capacity), 1,
                                             capacity.dims.kv_lora_rank);
-    memory.scratch_bytes = scratch_bytes;
+    Arena measure;
+    ThreadScratch::Carve(measure, needs);
+    memory.needs = needs;
+    memory.scratch_bytes = static_cast<int64_t>(measure.used());
     memory.scratch = arena.Take<std::byte>(num_threads * memory.scratch_bytes);
     return memory;
+  }
+  ThreadScratch OfThread(int32_t thread) const {
+    Arena arena(Workspace{scratch + thread * scratch_bytes, 0});
+    return ThreadScratch::Carve(arena, needs);
   }
 };
 
@@ -118,6 +145,25 @@ AttentionItem ResolveItem(const WorkItem& work, const Schedule& schedule, const 
   return item;
 }
 
+// Whether the kernel may attend items in groups: the bits of a row then depend on its neighbours.
+bool TakesGroups(const AttentionKernel& kernel, const PlanCapacity& capacity) {
+  return kernel.run_group != nullptr && !capacity.batch_invariant;
+}
+
+// Computes a run of items (RunOfItems), in groups where they pay.
+void RunItems(const AttentionKernel& kernel, const AttentionCall& call,
+              std::span<const AttentionItem> items, const ThreadScratch& scratch) {
+  while (!items.empty()) {
+    AttentionGroup group;
+    const auto choice = cpu::ChooseGroup(items, call.num_slots, scratch.slots, group);
+    const auto count = static_cast<size_t>(choice.num_items);
+    if (!choice.together || !kernel.run_group(call, group, scratch.kernel)) {
+      for (const AttentionItem& item : items.first(count)) kernel.run(call, item, scratch.kernel);
+    }
+    items = items.subspan(count);
+  }
+}
+
 class CpuBackend final : public Backend {
  public:
   CpuBackend(const AttentionKernel* forced_kernel, Executor executor,
@@ -159,7 +205,7 @@ class CpuBackend final : public Backend {
   const AttentionKernel& KernelOf(const Problem& problem) const {
     return forced_kernel_ != nullptr ? *forced_kernel_ : cpu::BestKernel(problem, arch_);
   }
-  int64_t ScratchBytes(const MlaDims& dims) const;
+  ThreadScratch::Needs NeedsOf(const PlanCapacity& capacity) const;
 
   const cpu::ArchFlags arch_ = cpu::DetectArch();
   const AttentionKernel* forced_kernel_;    // or null
@@ -188,31 +234,34 @@ std::vector<KernelInfo> CpuBackend::kernels() const {
 }
 
 // Which kernel runs depends on the problem; a workspace serves all of them.
-int64_t CpuBackend::ScratchBytes(const MlaDims& dims) const {
-  if (forced_kernel_ != nullptr) return forced_kernel_->scratch_bytes(dims);
-  int64_t bytes = 0;
+ThreadScratch::Needs CpuBackend::NeedsOf(const PlanCapacity& capacity) const {
+  ThreadScratch::Needs needs;
   for (const AttentionKernel& kernel : cpu::AttentionKernels()) {
-    if ((kernel.arch & ~arch_) == 0) bytes = std::max(bytes, kernel.scratch_bytes(dims));
+    if (forced_kernel_ != nullptr ? &kernel != forced_kernel_ : (kernel.arch & ~arch_) != 0) {
+      continue;
+    }
+    needs.kernel_bytes = std::max(needs.kernel_bytes, kernel.scratch_bytes(capacity.dims));
+    needs.groups = needs.groups || TakesGroups(kernel, capacity);
   }
-  return bytes;
+  return needs;
 }
 
 size_t CpuBackend::AttentionWorkspaceBytes(const PlanCapacity& capacity) const {
   Arena measure;
-  CallMemory::Carve(measure, capacity, ScratchBytes(capacity.dims), executor_.num_threads);
+  CallMemory::Carve(measure, capacity, NeedsOf(capacity), executor_.num_threads);
   return measure.used();
 }
 
-// One task a thread: it owns a scratch and takes items until none is left. Which thread computes an
-// item does not matter to its result.
+// One task a thread: it owns a scratch and takes items, or runs of them, until none is left. Which
+// thread computes an item does not matter to its result.
 Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Workspace workspace,
                              Stream) const {
   const Schedule& schedule = plan.schedule();
   MlaDims item_dims = plan.dims();
   item_dims.num_heads = schedule.heads_per_item;
   Arena arena(workspace);
-  const CallMemory memory = CallMemory::Carve(
-      arena, plan.capacity(), ScratchBytes(plan.capacity().dims), executor_.num_threads);
+  const CallMemory memory =
+      CallMemory::Carve(arena, plan.capacity(), NeedsOf(plan.capacity()), executor_.num_threads);
   // Where Merge looks for this plan's partials (PlanPartials); at most what was carved.
   Arena partials_arena(workspace);
   const auto partials = PartialBuffers::Carve(partials_arena, schedule.num_partials,
@@ -223,15 +272,21 @@ Status CpuBackend::Attention(const AttentionParams& params, const Plan& plan, Wo
                                             .cache_format = plan.cache_format(),
                                             .out_dtype = params.out.dtype});
 
+  const bool in_groups =
+      TakesGroups(kernel, plan.capacity()) && schedule.heads_per_item <= AttentionGroup::kMaxHeads;
   const auto num_items = static_cast<int32_t>(schedule.work_items.size());
   std::atomic<int32_t> next_item = 0;
   auto take_items = [&](int32_t task) {
+    const ThreadScratch scratch = memory.OfThread(task);
     for (int32_t i = next_item.fetch_add(1); i < num_items; i = next_item.fetch_add(1)) {
-      const WorkItem& work = schedule.work_items[static_cast<size_t>(i)];
-      kernel.run(
-          call,
-          ResolveItem(work, schedule, params.kv_indices.data(), partials, item_dims.kv_lora_rank),
-          memory.scratch + task * memory.scratch_bytes);
+      // An item inside a run is computed with the first one.
+      const auto count = static_cast<size_t>(in_groups ? cpu::RunOfItems(plan, i) : 1);
+      AttentionItem items[AttentionGroup::kMaxItems];
+      for (size_t k = 0; k < count; ++k) {
+        items[k] = ResolveItem(schedule.work_items[static_cast<size_t>(i) + k], schedule,
+                               params.kv_indices.data(), partials, item_dims.kv_lora_rank);
+      }
+      RunItems(kernel, call, {items, count}, scratch);
     }
   };
   return cpu::ParallelFor(executor_, std::min(executor_.num_threads, num_items), take_items);

@@ -12,8 +12,8 @@ namespace sparsemla::cpu {
 namespace {
 
 constexpr AttentionKernel kKernels[] = {
-#define SPARSEMLA_ATTENTION_KERNEL(name, arch, family) \
-  {#name, arch, name, family::ScratchBytes, family::UnsupportedReason},
+#define SPARSEMLA_ATTENTION_KERNEL(name, arch, family, run_group) \
+  {#name, arch, name, run_group, family::ScratchBytes, family::UnsupportedReason},
 #include "cpu/kernels.inc"
 #undef SPARSEMLA_ATTENTION_KERNEL
 };

@@ -74,8 +74,28 @@ struct AttentionItem {
 using AttentionFunction = void (*)(const AttentionCall& call, const AttentionItem& item,
                                    std::byte* scratch);
 
+// Whole rows whose keys are attended together: each slot is gathered once for all of them, and
+// weighs nothing for the items that do not name it.
+struct AttentionGroup {
+  static constexpr int kMaxItems = 4;
+  static constexpr int32_t kMaxHeads = 16;  // of an item: a tile of them
+
+  AttentionItem items[kMaxItems] = {};  // without partials; those from num_items on are empty
+  int num_items = 0;
+  const int32_t* slots = nullptr;  // [num_slots] within the cache, none twice
+  const uint8_t* masks = nullptr;  // [num_slots] bit i < num_items: item i names the slot
+  int64_t num_slots = 0;
+};
+
+// Computes the items of a group as an AttentionFunction does one after the other, to rounding.
+// Returns false, with nothing written, where a key that is not every item's is not finite: weight 0
+// does not keep a NaN out.
+using GroupFunction = bool (*)(const AttentionCall& call, const AttentionGroup& group,
+                               std::byte* scratch);
+
 // What the kernels of one family share. ScratchBytes: of one thread, for items of up to
-// dims.num_heads heads. UnsupportedReason: why a well-formed problem is not for them, or empty.
+// dims.num_heads heads and groups of them. UnsupportedReason: why a well-formed problem is not for
+// them, or empty.
 struct VectorKernels {
   static int64_t ScratchBytes(const MlaDims& dims);
   static std::string UnsupportedReason(const Problem& problem);
@@ -85,15 +105,18 @@ struct AmxKernels {
   static std::string UnsupportedReason(const Problem& problem);
 };
 
-#define SPARSEMLA_ATTENTION_KERNEL(name, arch, family) \
+#define SPARSEMLA_ATTENTION_KERNEL(name, arch, family, run_group) \
   void name(const AttentionCall& call, const AttentionItem& item, std::byte* scratch);
 #include "cpu/kernels.inc"
 #undef SPARSEMLA_ATTENTION_KERNEL
+bool attention_amx_bf16_group(const AttentionCall& call, const AttentionGroup& group,
+                              std::byte* scratch);
 
 struct AttentionKernel {
   std::string_view name;
   ArchFlags arch = kAnyCpu;
   AttentionFunction run = nullptr;
+  GroupFunction run_group = nullptr;  // or null: items do not share keys
   int64_t (*scratch_bytes)(const MlaDims& dims) = nullptr;
   std::string (*unsupported_reason)(const Problem& problem) = nullptr;
 };
