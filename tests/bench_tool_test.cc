@@ -191,18 +191,20 @@ TEST(SlotSourceTest, NeighbouringQueriesShareThePercentageAskedFor) {
 
 // ---- the noise filter --------------------------------------------------------------------------
 
-TEST(NoiseTest, SamplesBesideSlowOrDifferingReferenceRunsAreDropped) {
-  const std::vector<Sample> samples = {{.seconds = 3, .rate_before = 100, .rate_after = 95},
-                                       {.seconds = 1, .rate_before = 71, .rate_after = 72},
-                                       {.seconds = 2, .rate_before = 90, .rate_after = 99},
-                                       {.seconds = 9, .rate_before = 69, .rate_after = 69},
-                                       {.seconds = 8, .rate_before = 100, .rate_after = 89},
-                                       {.seconds = 7, .rate_before = 80, .rate_after = 100},
-                                       {.seconds = 6, .rate_before = 0, .rate_after = 0}};
+TEST(NoiseTest, InterruptedSamplesAndThoseBesideSlowOrDifferingReferenceRunsAreDropped) {
+  const std::vector<Sample> samples = {
+      {.seconds = 3, .rate_before = 100, .rate_after = 95},
+      {.seconds = 1, .rate_before = 71, .rate_after = 72},
+      {.seconds = 2, .rate_before = 90, .rate_after = 99},
+      {.seconds = 9, .rate_before = 69, .rate_after = 69},
+      {.seconds = 8, .rate_before = 100, .rate_after = 89},
+      {.seconds = 7, .rate_before = 80, .rate_after = 100},
+      {.seconds = 6, .rate_before = 0, .rate_after = 0},
+      {.seconds = 5, .rate_before = 99, .rate_after = 99, .core_share = 0.9}};
   const double best = BestReferenceRate(samples, 50);
   EXPECT_EQ(best, 100);
   const Timing timing = Summarise(samples, best);
-  EXPECT_EQ(timing.num_samples, 7);
+  EXPECT_EQ(timing.num_samples, 8);
   EXPECT_EQ(timing.num_kept, 3);
   EXPECT_EQ(timing.best, 1);
   EXPECT_EQ(timing.median, 2);

@@ -1,5 +1,7 @@
 #include "tools/bench/call.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -7,7 +9,6 @@
 
 #include "core/numeric.h"
 #include "core/require.h"
-#include "tools/bench/memory.h"
 #include "tools/replay/content.h"
 #include "tools/replay/hash.h"
 
@@ -84,6 +85,13 @@ DType ModelDType(CacheFormat format) {
   return format == CacheFormat::kFloat16 ? DType::kFloat16 : DType::kBFloat16;
 }
 
+Status CheckFitsMemory(int64_t bytes) {
+  const int64_t memory = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  SPARSEMLA_CHECK(bytes <= memory, StatusCode::kResourceExhausted, "needs ", bytes >> 20,
+                  " MB of memory; this machine has ", memory >> 20);
+  return {};
+}
+
 Result<Call> Call::Create(const CellSpec& spec, const BenchOptions& options, const Backend& backend,
                           const KvCache& cache) {
   auto plan = MakePlan(spec, options, backend);
@@ -104,9 +112,7 @@ Result<Call> Call::Create(const CellSpec& spec, const BenchOptions& options, con
   call.query_ = replay::Buffer<std::byte>(query_bytes);
   call.out_ = replay::Buffer<std::byte>(out_bytes);
   call.lse_ = replay::Buffer<float>(tokens * heads);
-  auto workspace = HugePageBuffer::Allocate(workspace_bytes);
-  if (!workspace.ok()) return workspace.status();
-  call.workspace_ = std::move(workspace).value();
+  call.workspace_ = replay::Buffer<std::byte>(static_cast<int64_t>(workspace_bytes));
   call.kv_indices_.resize(static_cast<size_t>(call.plan_.num_kv_indices()));
   replay::ContentSource content(dims, spec.cache_format, 1);
   FillQueries(content, dims, call.plan_.num_tokens(), dtype, call.query_.data());

@@ -7,7 +7,6 @@
 
 #include "sparsemla/attention.h"
 #include "sparsemla/backend.h"
-#include "sparsemla/huge_pages.h"
 #include "tools/bench/cell.h"
 #include "tools/replay/buffer.h"
 
@@ -15,6 +14,9 @@ namespace sparsemla::bench {
 
 // The type that a model with this cache computes in.
 DType ModelDType(CacheFormat format);
+
+// kResourceExhausted, with both sizes, if this machine has less memory than `bytes`.
+Status CheckFitsMemory(int64_t bytes);
 
 // Query and outputs of a cell, filled and poisoned; the cache and its slots come from outside.
 class Call {
@@ -40,7 +42,7 @@ class Call {
   replay::Buffer<std::byte> query_;
   replay::Buffer<std::byte> out_;
   replay::Buffer<float> lse_;
-  HugePageBuffer workspace_;
+  replay::Buffer<std::byte> workspace_;
   std::vector<int32_t> kv_indices_;
 };
 

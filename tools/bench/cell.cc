@@ -1,5 +1,7 @@
 #include "tools/bench/cell.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -7,7 +9,6 @@
 
 #include "core/require.h"
 #include "tools/bench/call.h"
-#include "tools/bench/memory.h"
 #include "tools/bench/thread_team.h"
 #include "tools/replay/content.h"
 
@@ -23,24 +24,52 @@ double SecondsSince(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// The rate of the slowest thread; 0 where some thread did not get a core.
-double MeasureReference(PeakUnit unit, ThreadTeam& team) {
-  struct Run {
-    double rate = 0.0;
-    std::thread::id thread = {};
-  };
-  std::vector<Run> runs(static_cast<size_t>(team.num_threads()));
+// One thread at a reference run.
+struct ThreadState {
+  std::thread::id id = {};
+  double rate = 0.0;
+  double wall_seconds = 0.0;
+  double core_seconds = 0.0;  // that this thread has run
+};
+
+double Now(clockid_t clock) {
+  timespec time = {};
+  clock_gettime(clock, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// A reference run on every thread; by thread.
+std::vector<ThreadState> RunReference(PeakUnit unit, ThreadTeam& team) {
+  std::vector<ThreadState> states(static_cast<size_t>(team.num_threads()));
   team.OnEveryThread([&](int32_t i) {
-    runs[static_cast<size_t>(i)] = {MeasureReference(unit), std::this_thread::get_id()};
+    ThreadState& state = states[static_cast<size_t>(i)];
+    state = {.id = std::this_thread::get_id(), .rate = MeasureReference(unit)};
+    state.wall_seconds = Now(CLOCK_MONOTONIC);
+    state.core_seconds = Now(CLOCK_THREAD_CPUTIME_ID);
   });
-  std::sort(runs.begin(), runs.end(),
-            [](const Run& a, const Run& b) { return a.thread < b.thread; });
-  double slowest = runs.front().rate;
-  for (size_t i = 1; i < runs.size(); ++i) {
-    slowest = std::min(slowest, runs[i].rate);
-    if (runs[i].thread == runs[i - 1].thread) return 0.0;
+  std::sort(states.begin(), states.end(),
+            [](const ThreadState& a, const ThreadState& b) { return a.id < b.id; });
+  return states;
+}
+
+// The rate of the slowest thread; 0 where one did the run of another, which had no core.
+double SlowestRate(const std::vector<ThreadState>& states) {
+  double slowest = states.front().rate;
+  for (size_t i = 1; i < states.size(); ++i) {
+    slowest = std::min(slowest, states[i].rate);
+    if (states[i].id == states[i - 1].id) return 0.0;
   }
   return slowest;
+}
+
+// Of the threads, which spin where they have no work, the least share of time on a core.
+double CoreShare(const std::vector<ThreadState>& before, const std::vector<ThreadState>& after) {
+  double share = 1.0;
+  for (size_t i = 0; i < before.size(); ++i) {
+    share = std::min(share, (after[i].core_seconds - before[i].core_seconds) /
+                                (after[i].wall_seconds - before[i].wall_seconds));
+  }
+  return share;
 }
 
 Result<std::vector<Sample>> TakeSamples(const BenchOptions& options, PeakUnit unit,
@@ -57,11 +86,14 @@ Result<std::vector<Sample>> TakeSamples(const BenchOptions& options, PeakUnit un
     call.PoisonOutputs();
     team.OnEveryThread([unit](int32_t) { WarmUp(unit, kWarmUpMicroseconds); });
     Sample sample;
-    sample.rate_before = MeasureReference(unit, team);
+    const auto before = RunReference(unit, team);
     const auto begin = Clock::now();
     const Status status = call.Run(backend);
     sample.seconds = SecondsSince(begin);
-    sample.rate_after = MeasureReference(unit, team);
+    const auto after = RunReference(unit, team);
+    sample.rate_before = SlowestRate(before);
+    sample.rate_after = SlowestRate(after);
+    sample.core_share = CoreShare(before, after);
     if (!status.ok()) return status;
     samples.push_back(sample);
   }
@@ -84,7 +116,7 @@ Status CellRunner::PrepareCache(const CellSpec& spec, int64_t num_slots) {
   const int64_t row_bytes = CacheRowBytes(spec.cache_format, dims);
   SPARSEMLA_RETURN_IF_ERROR(CheckFitsMemory(num_slots * row_bytes));
   num_slots_ = 0;
-  cache_ = HugePageBuffer();
+  cache_ = {};  // before the next is there
   auto memory = HugePageBuffer::Allocate(static_cast<size_t>(num_slots * row_bytes));
   if (!memory.ok()) return memory.status();
   cache_ = std::move(memory).value();

@@ -8,7 +8,8 @@ namespace {
 
 bool IsQuiet(const Sample& sample, double best_rate) {
   const auto [slower, faster] = std::minmax(sample.rate_before, sample.rate_after);
-  return slower >= kLeastRate * best_rate && faster - slower <= kMostDifference * faster;
+  return slower >= kLeastRate * best_rate && faster - slower <= kMostDifference * faster &&
+         sample.core_share >= kLeastCoreShare;
 }
 
 // The sample below which a share of them lies; `sorted` is not empty.

@@ -1,6 +1,7 @@
 // Which samples of a disturbed machine count. Hosts throttle for milliseconds to seconds, so every
 // sample stands between two short reference runs of known work: where those were slow, or differ,
-// the sample says nothing about the kernel.
+// the sample says nothing about the kernel. Nor does it where other programs had the core
+// meanwhile.
 #pragma once
 
 #include <span>
@@ -12,12 +13,15 @@ struct Sample {
   double seconds = 0.0;
   double rate_before = 0.0;  // of the reference runs, FLOP/s; 0: a thread did not get a core
   double rate_after = 0.0;
+  double core_share = 1.0;  // of the thread that was interrupted longest
 };
 
-// A sample is kept if both reference rates are at least this share of the best one ...
+// A sample is kept if both reference rates are at least this share of the best one, ...
 inline constexpr double kLeastRate = 0.7;
-// ... and differ by at most this share of the larger one.
+// ... differ by at most this share of the larger one, ...
 inline constexpr double kMostDifference = 0.1;
+// ... and every thread had its core for this share of the time.
+inline constexpr double kLeastCoreShare = 0.95;
 
 struct Timing {
   double median = 0.0;  // seconds

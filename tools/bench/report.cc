@@ -36,20 +36,10 @@ std::string ProcValue(const char* path, std::string_view key) {
   return "";
 }
 
-// The word in brackets of "always [madvise] never": what huge pages are used for.
-std::string TransparentHugePages() {
-  std::ifstream file("/sys/kernel/mm/transparent_hugepage/enabled");
-  std::string line;
-  std::getline(file, line);
-  const size_t begin = line.find('[');
-  const size_t end = line.find(']');
-  return begin == line.npos || end == line.npos ? "" : line.substr(begin + 1, end - begin - 1);
-}
-
 Json DescribeMachine(const BenchOptions& options) {
   Json machine = {{"cpu", ProcValue("/proc/cpuinfo", "model name")},
                   {"hardware_threads", std::thread::hardware_concurrency()},
-                  {"transparent_huge_pages", TransparentHugePages()}};
+                  {"transparent_huge_pages", HugePageSetting()}};
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   machine["l2_bytes"] = sysconf(_SC_LEVEL2_CACHE_SIZE);
   machine["l3_bytes"] = sysconf(_SC_LEVEL3_CACHE_SIZE);
