@@ -1,6 +1,5 @@
 #include "cpu/thread_pool.h"
 
-#include <algorithm>
 #include <chrono>
 #include <new>
 #include <system_error>
@@ -90,8 +89,11 @@ void ThreadPool::ParallelFor(int32_t count, Task task, void* argument) {
     num_sleepers = num_sleepers_;
     num_loops_started_.fetch_add(1);
   }
-  // No more threads than there are indices besides this thread's own.
-  for (int32_t i = std::min(num_sleepers, count - 1); i > 0; --i) wake_.notify_one();
+  if (num_sleepers < count) {
+    if (num_sleepers > 0) wake_.notify_all();
+  } else {  // no more than there are indices besides this thread's own
+    for (int32_t i = 1; i < count; ++i) wake_.notify_one();
+  }
   loop.RunClaimed();
   {
     std::lock_guard lock(mutex_);
