@@ -127,7 +127,7 @@ TEST(RowGroups, ListsOfVeryDifferentLengthsAreNoGroup) {
 
 // N3: a slot named twice counts twice, which a union cannot say.
 TEST(RowGroups, ARowThatNamesASlotTwiceStaysAlone) {
-  for (const size_t row : {0, 1, 2, 3}) {
+  for (size_t row = 0; row < 4; ++row) {
     Rows rows = RowsInCommon(4, 100, 0.9);
     rows[row][99] = rows[row][3];
     EXPECT_EQ(GroupSizes(rows), row < 2 ? (Sizes{1, 1, 2}) : (Sizes{2, 1, 1}));
@@ -280,6 +280,22 @@ TEST_P(RowGroupAnswers, EveryWidthMatchesTheReference) {
   }
 }
 
+// Two pairs of equal rows: the second pair's keys all come after the first pair's.
+TEST_P(RowGroupAnswers, RowsWhoseKeysComeLateInTheUnionMatchTheReference) {
+  for (const int num_keys : {20, 40, 700}) {
+    AttentionCase attention =
+        SharedCase({.query_lens = {4}, .num_keys = num_keys, .in_common = 0.0}, format());
+    attention.rows = {attention.rows[0], attention.rows[0], attention.rows[1], attention.rows[1]};
+    ASSERT_EQ(GroupSizes(attention.rows), Sizes{4});
+    const float scale = attention.softmax_scale;
+    for (const float factor : {1.0f, 8.0f, -8.0f}) {
+      attention.softmax_scale = scale * factor;
+      EXPECT_EQ(Mismatch(backend(), attention, kWholeRows), "")
+          << num_keys << " keys, scale times " << factor;
+    }
+  }
+}
+
 // The rows of a prompt's first tokens grow by one key each.
 TEST_P(RowGroupAnswers, APromptFromItsFirstTokenOnMatchesTheReference) {
   AttentionCase attention =
@@ -316,7 +332,7 @@ TEST_P(RowGroupAnswers, InvalidAndRepeatedSlotsEmptyRowsAndSinksMatchTheReferenc
 
 // N12: a weight of 0 would not keep it out of the other rows.
 TEST_P(RowGroupAnswers, ANanInARowThatOneTokenSelectsIsSeenInThatTokenAlone) {
-  for (const size_t row : {0, 1, 3, 5}) {
+  for (const size_t row : {size_t{0}, size_t{1}, size_t{3}, size_t{5}}) {
     AttentionCase attention = SharedCase({.query_lens = {4, 2}, .in_common = 0.9}, format());
     std::vector<bool> live(static_cast<size_t>(attention.spec.num_slots));
     for (const int32_t slot : attention.live_slots) live[static_cast<size_t>(slot)] = true;
