@@ -303,6 +303,7 @@ TEST_F(ToolTest, JsonOfEveryCommandParses) {
   const auto info = nlohmann::json::parse(Run("info --json").out);
   EXPECT_EQ(info.at("backends").size(), 2u);
   EXPECT_EQ(info.at("huge_pages").at("setting"), HugePageSetting());
+  EXPECT_EQ(info.at("backends").at(1).at("kernel_of_format").at("bf16"), "attention_ref");
   const auto run =
       nlohmann::json::parse(Run("run --check --json " + CaseFile("fp32_small_h4")).out);
   EXPECT_EQ(run.at(0).at("ok"), true);

@@ -40,18 +40,24 @@ Json DescribeKernels(const Backend& backend) {
   return kernels;
 }
 
-Json DescribeFormats(const Backend& backend, int32_t num_heads) {
-  Json formats = Json::object();
+// Of each cache format, why it is not supported, or which kernel runs it.
+void DescribeFormats(const Backend& backend, int32_t num_heads, Json& entry) {
+  Json reasons = Json::object();
+  Json kernels = Json::object();
   for (int32_t f = 0; f < kNumCacheFormats; ++f) {
     const auto format = static_cast<CacheFormat>(f);
     const DType model = ModelDType(format);
-    formats[std::string(CacheFormatName(format))] =
-        backend.UnsupportedReason({.dims = {.num_heads = num_heads},
-                                   .q_dtype = model,
-                                   .cache_format = format,
-                                   .out_dtype = model});
+    const Problem problem = {.dims = {.num_heads = num_heads},
+                             .q_dtype = model,
+                             .cache_format = format,
+                             .out_dtype = model};
+    const std::string name(CacheFormatName(format));
+    const std::string reason = backend.UnsupportedReason(problem);
+    reasons[name] = reason;
+    if (reason.empty()) kernels[name] = backend.KernelName(problem);
   }
-  return formats;
+  entry["unsupported_reason"] = reasons;
+  entry["kernel_of_format"] = kernels;
 }
 
 Json DescribeBackend(std::string_view name, int32_t num_heads) {
@@ -68,7 +74,7 @@ Json DescribeBackend(std::string_view name, int32_t num_heads) {
   entry["num_compute_units"] = device.num_compute_units;
   entry["num_threads"] = device.num_threads;
   entry["kernels"] = DescribeKernels(*backend.value());
-  entry["unsupported_reason"] = DescribeFormats(*backend.value(), num_heads);
+  DescribeFormats(*backend.value(), num_heads, entry);
   return entry;
 }
 
@@ -127,13 +133,13 @@ void PrintBackend(const Json& backend) {
   }
 }
 
-// Back ends that exist here are the columns.
+// Back ends that exist here are the columns; the kernel that runs a format stands there.
 void PrintSupport(const Json& info) {
   fmt::print("\nsupport ({} heads, 512 + 64 columns)\n  {:14}", info["num_heads"].get<int32_t>(),
              "cache format");
   for (const Json& backend : info["backends"]) {
     if (backend.contains("unsupported_reason")) {
-      fmt::print("{:6}", backend["name"].get<std::string>());
+      fmt::print("{:22}", backend["name"].get<std::string>());
     }
   }
   fmt::print("\n");
@@ -144,10 +150,12 @@ void PrintSupport(const Json& info) {
     for (const Json& backend : info["backends"]) {
       if (!backend.contains("unsupported_reason")) continue;
       const std::string why_not = backend["unsupported_reason"][format].get<std::string>();
-      fmt::print("{:6}", why_not.empty() ? "yes" : "no");
-      if (!why_not.empty()) {
-        reasons += fmt::format("  {}: {}", backend["name"].get<std::string>(), why_not);
+      if (why_not.empty()) {
+        fmt::print("{:22}", backend["kernel_of_format"][format].get<std::string>());
+        continue;
       }
+      fmt::print("{:22}", "no");
+      reasons += fmt::format("  {}: {}", backend["name"].get<std::string>(), why_not);
     }
     fmt::print("{}\n", reasons);
   }

@@ -28,22 +28,27 @@ std::string KernelNames() {
 }
 
 #if defined(__x86_64__)
+enum class Amx { kAbsent, kRefused, kUsable };
+
 // Whether the tile unit is there and Linux lets this process use it: a process has to ask once, and
 // the answer is no where a sandbox filters the call.
-bool HasAmxBf16() {
-  if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512bf16")) return false;
+Amx FindAmxBf16() {
+  if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512bf16")) {
+    return Amx::kAbsent;
+  }
 #if defined(SPARSEMLA_EMULATE_AMX)
-  return true;
+  return Amx::kUsable;
 #elif defined(__linux__)
   constexpr unsigned kAmxBits = 1u << 22 | 1u << 24;  // CPUID.7.0:EDX, AMX-BF16 and AMX-TILE
   constexpr long kRequestPermission = 0x1023;         // ARCH_REQ_XCOMP_PERM
   constexpr long kTileData = 18;                      // XFEATURE_XTILEDATA
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  if ((edx & kAmxBits) != kAmxBits) return false;
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return Amx::kAbsent;
+  if ((edx & kAmxBits) != kAmxBits) return Amx::kAbsent;
+  const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted ? Amx::kUsable : Amx::kRefused;
 #else
-  return false;
+  return Amx::kAbsent;
 #endif
 }
 #endif
@@ -60,7 +65,7 @@ ArchFlags DetectArch() {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
       arch |= kAvx512;
-      if (HasAmxBf16()) arch |= kAmxBf16;
+      if (FindAmxBf16() == Amx::kUsable) arch |= kAmxBf16;
     }
   }
 #endif
@@ -82,7 +87,13 @@ std::span<const AttentionKernel> AttentionKernels() {
 std::string UnavailableReason(const AttentionKernel& kernel, ArchFlags arch) {
   const ArchFlags missing = kernel.arch & ~arch;
   if (missing == 0) return {};
-  return StrCat("needs ", ArchNames(missing), "; this CPU has ", ArchNames(arch));
+  std::string reason = StrCat("needs ", ArchNames(missing), "; this CPU has ", ArchNames(arch));
+#if defined(__x86_64__)
+  if ((missing & kAmxBf16) != 0 && FindAmxBf16() == Amx::kRefused) {
+    reason += ", and AMX tiles that the system does not let this process use";
+  }
+#endif
+  return reason;
 }
 
 Result<const AttentionKernel*> FindKernel(std::string_view name, ArchFlags arch) {
