@@ -23,6 +23,8 @@ constexpr int kLanes = 16;
 #include "cpu/attention_common.h"
 //
 #include "cpu/attention_amx_vector.h"
+//
+#include "cpu/attention_amx_softmax.h"
 
 constexpr int kChunkKeys = AmxScratch::kChunkKeys;
 
