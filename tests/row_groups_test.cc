@@ -32,6 +32,7 @@ Rows RowsInCommon(int num_rows, int num_keys, double in_common, std::span<const 
   std::mt19937 random(seed);
   const auto num_common = static_cast<size_t>(std::lround(in_common * num_keys));
   const size_t num_own = static_cast<size_t>(num_keys) - num_common;
+  EXPECT_GE(slots.size(), num_common + static_cast<size_t>(num_rows) * num_own);
   Rows rows;
   for (size_t r = 0; r < static_cast<size_t>(num_rows); ++r) {
     const auto common = slots.first(num_common);
@@ -227,7 +228,7 @@ AttentionCase SharedCase(const SharedSpec& shared, CacheFormat format) {
   AttentionSpec spec = ForFormat({.dims = {.num_heads = shared.num_heads,
                                            .kv_lora_rank = shared.kv_lora_rank,
                                            .qk_rope_head_dim = shared.qk_rope_head_dim},
-                                  .num_slots = 4000,
+                                  .num_slots = 8000,
                                   .sinks = shared.sinks},
                                  format);
   spec.row_lengths.assign(static_cast<size_t>(num_rows), shared.num_keys);
